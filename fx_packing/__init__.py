@@ -1,0 +1,13 @@
+"""fx_packing: ``torch.compile(model, backend="grpo_pack")`` packs padded GRPO batches.
+
+The backend is found by its name; this module holds what else there is: reports, the opt-out, dumps.
+"""
+
+from .backend import explain, reset
+from .dump import prepare_debug
+from .errors import PackingError
+from .report import Report, report
+from .switch import disabled
+
+__all__ = ["PackingError", "Report", "disabled", "explain", "prepare_debug", "report", "reset"]
+__version__ = "0.1.0"

@@ -1,0 +1,117 @@
+"""``torch.compile(model, backend="grpo_pack")``: the whole way through, on one screen.
+
+    capture - roles - attention - live - proof - (a refusal, with its reason)     once a captured graph
+    flag - plan - cap - layout - gather - flat graph - scatter - (first: verify)  each call, `runtime.py`
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+import torch
+from torch.fx import GraphModule
+
+from . import capture, compat, inner, passes, report, runtime, switch
+from .errors import PackingError, Refused
+from .options import Options
+
+
+class GrpoPack:
+    """The backend object, found through the entry-point group ``torch_dynamo_backends``."""
+
+    __name__ = "grpo_pack"
+
+    def __call__(
+        self,
+        gm: GraphModule,
+        example_inputs: Sequence[Any],
+        *,
+        options: Mapping[str, Any] | None = None,
+        mode: str | None = None,
+        **_: Any,
+    ) -> Callable[..., Any]:
+        """Compile a captured graph. Raises ValueError for bad options, PackingError if asked to."""
+        parsed = Options.parse(options)
+        record = report.new_graph()
+        compat.guard_on_switch()
+        compat.dump_graph("grpo_pack.captured", gm)
+        try:
+            analysis = self._analyse(gm, example_inputs, parsed)
+        except Refused as refusal:
+            return self._refuse(gm, example_inputs, parsed, record, str(refusal))
+        record.rewritten = True
+        record.attention = report.describe_attention(analysis.attention)
+        record.guards = runtime.guards(analysis, parsed)
+        report.log.info("%s is packed: %d attentions", record.name, len(record.attention))
+        compat.count("rewritten")
+        return runtime.Packed(analysis, parsed, record)
+
+    def _analyse(
+        self, gm: GraphModule, example_inputs: Sequence[Any], options: Options
+    ) -> passes.Analysis:
+        if not (switch.ENABLED and options.enabled):
+            raise Refused("switched off (enabled=False, fx_packing.disabled or FX_PACKING=0)")
+        if compat.ddp_is_splitting():
+            raise Refused(
+                "DDPOptimizer splits the graph between its inputs and its outputs; set "
+                "torch._dynamo.config.optimize_ddp = False"
+            )
+        analysis = passes.analyse(capture.read(gm, example_inputs))
+        compat.dump_graph("grpo_pack.flat", analysis.flat("segments").gm)
+        return analysis
+
+    def _refuse(
+        self,
+        gm: GraphModule,
+        example_inputs: Sequence[Any],
+        options: Options,
+        record: report.GraphReport,
+        reason: str,
+    ) -> Callable[..., Any]:
+        record.reason = reason
+        report.log.info("%s runs as captured: %s", record.name, reason)
+        compat.count("refused")
+        if options.on_refuse == "raise" and switch.ENABLED and options.enabled:
+            raise PackingError(f"grpo_pack: {reason}")
+        compiled = inner.compile_captured(gm, example_inputs, options.inner)
+        return runtime.AsCaptured(compiled, record, reason)
+
+    def reset(self) -> None:
+        """Forget verdicts, counters, plans and compiled flat graphs; called by torch._dynamo.reset."""
+        report.forget()
+        inner.forget()
+        runtime.forget()
+
+
+grpo_pack = GrpoPack()
+
+
+def reset() -> None:
+    """Forget all verdicts, counters and compiled flat graphs; also called by ``torch._dynamo.reset``."""
+    grpo_pack.reset()
+
+
+def explain(fn_or_model: Callable[..., Any], *args: Any, **kwargs: Any) -> report.Report:
+    """Capture and rewrite afresh, run once under ``no_grad``, and report; nothing is left behind.
+
+    The options of an already compiled model are not used: pass the model, or a function that calls
+    it. Raises whatever the function raises.
+    """
+    target = getattr(fn_or_model, "_orig_mod", fn_or_model)
+    graphs: list[report.GraphReport] = []
+
+    def backend(gm: GraphModule, example_inputs: Sequence[Any]) -> Callable[..., Any]:
+        compiled = GrpoPack()(gm, example_inputs, options={"inner": "eager"})
+        graphs.append(report.report().graphs[-1])
+        return compiled
+
+    # A code object of its own: Dynamo's cache entries go with it, the model's own stay as they are.
+    scope: dict[str, Any] = {"target": target}
+    exec("def explained(*args, **kwargs):\n    return target(*args, **kwargs)", scope)
+    try:
+        with torch.no_grad():
+            torch.compile(scope["explained"], backend=backend)(*args, **kwargs)
+    finally:
+        report.drop(graphs)
+    return report.Report(graphs)

@@ -1,0 +1,46 @@
+"""What can go wrong, as values.
+
+A `Refused` carries the reason why a captured graph is not rewritten. Passes raise it, `backend.py`
+catches it in one place and turns it into `GraphReport.reason`.
+"""
+
+from __future__ import annotations
+
+import re
+
+from torch.fx import Node
+
+
+class Refused(Exception):
+    """A captured graph cannot be proven packable; ``str()`` is the reason, for people."""
+
+
+class PackingError(RuntimeError):
+    """Raised to the caller instead of a fallback when ``on_refuse="raise"``."""
+
+
+def where(node: Node) -> str:
+    """The place of `node` in the user's code: module path, class and source line, as far as known."""
+    parts = []
+    stack = node.meta.get("nn_module_stack")
+    if stack:
+        path, kind = list(stack.values())[-1]
+        kind = kind if isinstance(kind, str) else getattr(kind, "__name__", str(kind))
+        path = re.sub(r"\._modules\['([^']+)'\]", r".\1", str(path))
+        path = re.sub(r"^L\['\w+'\](\[\d+\])?\.?", "", path)
+        parts.append(f"in {path or 'the model'} ({kind.rsplit('.', 1)[-1]})")
+    frames = re.findall(r'File "([^"]+)", line (\d+), in \S+\n\s*(.*)', node.meta.get("stack_trace") or "")
+    if frames:
+        file, line, code = frames[-1]
+        parts.append(f"at {file}:{line}: {code.strip()}")
+    return ", ".join(parts) or f"at node {node.name}"
+
+
+def describe(node: Node) -> str:
+    """The operation of `node` by the name a user knows it by."""
+    if node.op == "call_method":
+        return f"Tensor.{node.target}"
+    target = node.target
+    name = getattr(target, "__name__", str(target))
+    module = getattr(target, "__module__", "") or ""
+    return f"{module}.{name}" if module and not module.startswith("_") else name

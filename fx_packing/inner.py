@@ -1,0 +1,73 @@
+"""The inner compiler: nested ``torch.compile`` of graphs, each with its own guards and its own cache.
+
+``torch.compile(gm)`` inside a backend silently does nothing (Dynamo skips FX-generated code), and
+Dynamo's recompile limit counts per code object; so each graph gets a small function of its own.
+"""
+
+from __future__ import annotations
+
+import itertools
+import threading
+from collections import OrderedDict
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch.fx import GraphModule
+
+from . import compat
+from .passes.flatten import FlatGraph
+
+_numbers = itertools.count()
+_flats: OrderedDict[tuple[str, str], Compiled] = OrderedDict()
+_lock = threading.Lock()
+_MOST_FLATS = 64
+
+
+class Compiled:
+    """A graph under the inner compiler. `compiles` counts how often that compiler was called."""
+
+    def __init__(self, gm: GraphModule, inner: str, name: str) -> None:
+        self.gm, self.compiles = gm, 0
+        if inner == "eager" and any(compat.is_checkpoint(n.target) for n in gm.graph.nodes):
+            inner = "aot_eager"  # run as plain Python, a checkpointed body would save everything
+        compiler = compat.lookup_backend(inner)
+
+        def counted(graph: GraphModule, example_inputs: list[Any]) -> Callable[..., Any]:
+            self.compiles += 1
+            return compiler(graph, example_inputs)
+
+        scope: dict[str, Any] = {"graph": gm}
+        unique = f"{name}_{next(_numbers)}"
+        exec(f"def {unique}(*args):\n    return graph(*args)", scope)
+        self._function = torch.compile(scope[unique], backend=counted, fullgraph=True)
+
+    def __call__(self, *args: Any) -> Any:
+        return self._function(*args)
+
+
+def compile_flat(flat: FlatGraph, inner: str) -> Compiled:
+    """The compiled form of a flat graph: the one that an equal graph already has, if any."""
+    key = (flat.structure, inner)
+    with _lock:
+        if key not in _flats:
+            _flats[key] = Compiled(flat.gm, inner, "flat")
+            while len(_flats) > _MOST_FLATS:
+                _flats.popitem(last=False)
+        _flats.move_to_end(key)
+        return _flats[key]
+
+
+def forget() -> None:
+    """Drop all compiled flat graphs."""
+    with _lock:
+        _flats.clear()
+
+
+def compile_captured(gm: GraphModule, example_inputs: Any, inner: str) -> Callable[..., Any]:
+    """A refused graph under the inner compiler, as if the user had named that backend."""
+    if inner == "eager" and any(
+        compat.is_checkpoint(n.target) for n in gm.graph.nodes if n.op == "call_function"
+    ):
+        inner = "aot_eager"
+    return compat.lookup_backend(inner)(gm, example_inputs)

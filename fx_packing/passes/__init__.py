@@ -1,0 +1,47 @@
+"""The passes, in order. Each is a plain function in a file of its own; none changes its input.
+
+A pass that cannot go on raises `Refused` with the reason; `backend.py` catches it in one place.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+
+from torch.fx import Node
+
+from ..capture import Capture
+from .attention import Attention, find_attention
+from .flatten import FlatGraph, flatten
+from .live import live_nodes
+from .roles import Roles, find_roles
+from .tokenwise import Layout, prove
+
+
+@dataclass
+class Analysis:
+    """All that is known of a packable graph; `flat` writes the flat graph of a kernel."""
+
+    capture: Capture
+    roles: Roles
+    attention: list[Attention]
+    live: list[Node]
+    layouts: dict[Node, Layout]
+    _flats: dict[tuple[str, bool], FlatGraph] = field(default_factory=dict)
+
+    def flat(self, kernel: str, *, dropout: bool = True) -> FlatGraph:
+        """The flat graph with the given attention kernel, with or without its dropout."""
+        key = (kernel, dropout)
+        if key not in self._flats:
+            self._flats[key] = flatten(
+                self.capture, self.roles, self.live, self.attention, self.layouts, kernel, dropout=dropout
+            )
+        return self._flats[key]
+
+
+def analyse(capture: Capture) -> Analysis:
+    """Roles, attention, what stays alive, and the proof. Raises `Refused`."""
+    roles = find_roles(capture)
+    attention = find_attention(capture, roles)
+    live = live_nodes(capture, roles, attention)
+    layouts = prove(capture, roles, live, attention)
+    return Analysis(capture, roles, attention, live, layouts)

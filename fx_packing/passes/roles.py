@@ -1,0 +1,555 @@
+"""Roles of dimensions: which literal is B, which is L?
+
+Dynamo burns sizes into the graph as literals. Re-running the graph on fake tensors at other sizes,
+primes that divide nothing else, shows the role of every dimension in its size, with no rule per
+operation. Where a literal has several readings (B, L, a product, or just a number), each is tried
+until the operation works and its result has the captured shape; a dead end goes back to the latest
+choice that it depends on.
+
+    captured                              at B=1009, L=10007
+    ids: [4, 32]                          ids: [1009, 10007]
+    h = embedding(ids, w)   [4, 32, 64]   [1009, 10007, 64]
+    v = h.view(4, 32, -1, 16)             h.view(B, L, -1, 16)     readings: B, L, -1, 16
+    s = h[:, -9:]           [4, 9, 64]    [1009, 9973, 64]         K0 = a new sequence symbol
+"""
+
+from __future__ import annotations
+
+import itertools
+import math
+import operator
+import re
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch.fx import Node
+from torch.fx.node import map_arg
+
+from .. import compat
+from ..capture import Capture
+from ..errors import Refused, describe, where
+
+# Large primes: no dimension of a model is a multiple of one (checked, with the next tried instead).
+_PRIMES = (10007, 1009, 9973, 9967, 9949, 9941, 9931, 9929, 9923, 9907, 9901, 9887, 9883, 9871)
+
+_SHAPE_METHODS = {
+    "view", "reshape", "expand", "repeat", "new_zeros", "new_ones", "new_full", "new_empty",
+    "unflatten", "broadcast_to", "tile",
+}  # fmt: skip
+_SHAPE_FUNCTIONS = {
+    torch.reshape, torch.zeros, torch.ones, torch.full, torch.empty, torch.broadcast_to, torch.rand,
+    torch.randn, torch.unflatten, torch.tile,
+}  # fmt: skip
+# Nodes that set a state rather than compute: sizes do not depend on them.
+STATE = {
+    torch._C._set_grad_enabled,
+    torch._C._log_api_usage_once,
+    torch.amp.autocast_mode._enter_autocast,
+    torch.amp.autocast_mode._exit_autocast,
+}
+
+
+@dataclass(frozen=True)
+class Size:
+    """A size as a product: ``coefficient * symbols``, e.g. ``1 * B * L``."""
+
+    coefficient: int
+    symbols: tuple[str, ...] = ()
+
+    def __str__(self) -> str:
+        parts = [str(self.coefficient)] if self.coefficient != 1 or not self.symbols else []
+        return "*".join(parts + list(self.symbols))
+
+
+@dataclass(frozen=True)
+class Slice:
+    """A slice along the sequence: columns ``[start, stop)`` of `parent` are the symbol `symbol`.
+
+    `start` and `stop` are as the graph has them: None, an int, or the node of a SymInt.
+    """
+
+    symbol: str
+    parent: str
+    start: Any
+    stop: Any
+
+
+@dataclass
+class Roles:
+    """The outcome: fake values at prime sizes, and how every literal is to be read."""
+
+    values: dict[Node, Any] = field(default_factory=dict)  # a fake tensor, an int, a tuple, ...
+    args: dict[Node, tuple[tuple, dict]] = field(default_factory=dict)  # with `Size` for literals
+    slices: dict[Node, tuple[int, Slice]] = field(default_factory=dict)  # node -> (dim, slice)
+    tables: dict[Node, int] = field(default_factory=dict)  # node -> dim of a table cut to length L
+    primes: dict[str, int] = field(default_factory=dict)  # symbol -> size in the re-run
+    captured: dict[str, int] = field(default_factory=dict)  # symbol -> size at capture
+    lengths: dict[int, str] = field(default_factory=dict)  # length of a slice in the re-run -> symbol
+    domains: dict[str, Slice] = field(default_factory=dict)  # sequence symbol -> its slice
+    pinned: dict[Node, float] = field(default_factory=dict)  # scalars, by the node that reads them
+
+    def size(self, value: int) -> Size:
+        """Read a size of the re-run as a product of symbols."""
+        symbols = []
+        for symbol, prime in self.primes.items():
+            while value and value % prime == 0:
+                value //= prime
+                symbols.append(symbol)
+        if value in self.lengths:  # a SymInt such as ``s1 - 1``: the length of a slice
+            symbols.append(self.lengths[value])
+            value = 1
+        return Size(value, tuple(symbols))
+
+    def at(self, size: Size, sizes: dict[str, int]) -> int:
+        """The value of a `Size` where the symbols have these `sizes`."""
+        value = size.coefficient
+        for symbol in size.symbols:
+            value *= sizes[symbol]
+        return value
+
+    def shape(self, node: Node) -> tuple[Size, ...]:
+        """The shape of a node's value as products of symbols."""
+        return tuple(self.size(s) for s in self.values[node].shape)
+
+
+def find_roles(capture: Capture) -> Roles:
+    """Give every dimension and every literal size its role. Raises `Refused` where none fits."""
+    if capture.columns < 2:
+        raise Refused(f"the batch has L = {capture.columns} column: there is nothing to pack")
+    with compat.fake_tensors():
+        return _Solver(capture).solve()
+
+
+@dataclass
+class _Reading:
+    """One way to read a node: its arguments with a `Size` for each literal size."""
+
+    args: tuple
+    kwargs: dict
+    cut: tuple[int, Slice] | None = None
+    table: int | None = None
+
+
+class _Solver:
+    """Depth-first over the nodes in order, with jumps back along the graph's own dependencies."""
+
+    def __init__(self, capture: Capture) -> None:
+        self.capture = capture
+        self.roles = Roles()
+        primes = self._primes()
+        self.spare = iter(primes[2:])
+        self.roles.captured = {"L": capture.columns, "B": capture.rows}
+        # One row needs no symbol: the flat graph is the captured graph with one row.
+        self.roles.primes = {"L": primes[0]} | ({"B": primes[1]} if capture.rows > 1 else {})
+        self.domains: dict[tuple[str, int, int], Slice] = {}
+
+    def _primes(self) -> list[int]:
+        sizes = {s for n in self.capture.nodes for s in _sizes(n.meta.get("example_value")) if s}
+        good = [p for p in _PRIMES if not any(s % p == 0 for s in sizes)]
+        if len(good) < 4:
+            raise Refused("the model's sizes are multiples of every prime that tells B and L apart")
+        return good
+
+    def solve(self) -> Roles:
+        nodes = self.capture.nodes
+        readings: dict[int, list[_Reading]] = {}  # what is left to try at each node
+        depends: dict[Node, int] = {}  # the choice points a node depends on, as a bit set
+        conflict: dict[int, int] = {}
+        problem: dict[int, str] = {}
+        position, budget = 0, 40 * len(nodes) + 4000
+        while position < len(nodes):
+            node, budget = nodes[position], budget - 1
+            before = 0
+            for operand in self.capture.operands(node):
+                before |= depends[operand]
+            if position not in readings:
+                readings[position] = self._readings(node)
+                conflict[position] = before
+                depends[node] = before | (len(readings[position]) > 1) << position
+            while readings[position]:
+                reading = readings[position].pop(0)
+                try:
+                    value = self._run(node, reading)
+                except Exception as error:  # the operation does not work at these sizes
+                    problem[position] = f"{type(error).__name__}: {str(error).splitlines()[0][:160]}"
+                    continue
+                if self._fits(node, value):
+                    self._keep(node, reading, value)
+                    break
+            else:
+                back = conflict[position]
+                if not back or budget < 0:
+                    raise Refused(
+                        f"no reading of the sizes fits {describe(node)}, {where(node)} (captured with "
+                        f"B = {self.capture.rows}, L = {self.capture.columns}"
+                        + (f"; {problem[position]})" if position in problem else ")")
+                    )
+                latest = back.bit_length() - 1
+                conflict[latest] |= back & ~(1 << latest)
+                for later in range(latest + 1, position + 1):
+                    readings.pop(later, None)
+                position = latest
+                continue
+            position += 1
+        return self.roles
+
+    def _run(self, node: Node, reading: _Reading) -> Any:
+        roles = self.roles
+        args, kwargs = _map((reading.args, reading.kwargs), lambda s: roles.at(s, roles.primes))
+        if node.op in ("placeholder", "get_attr"):
+            (value,) = args
+            return value() if callable(value) else value
+        args, kwargs = self._values((args, kwargs))
+        if node.target in STATE:
+            return None
+        if reading.cut is not None:
+            return _cut(args, *((reading.cut[0], roles.primes[reading.cut[1].symbol])))
+        if reading.table is not None:
+            base, index = args
+            wide = torch.zeros(roles.primes["L"], dtype=torch.int64, device=base.device)
+            return _cut((base.index_select(reading.table, wide), index), reading.table, None)
+        if node.op == "call_method":
+            if node.target == "item" and node in roles.pinned:
+                return roles.pinned[node]
+            if node.target in ("view", "reshape", "expand"):
+                _precheck(roles, node.target, args[0], args[1:])
+            return getattr(args[0], node.target)(*args[1:], **kwargs)
+        return node.target(*args, **kwargs)
+
+    def _values(self, args: Any) -> Any:
+        def value(node: Node) -> Any:
+            resolved = self.capture.resolve(node)
+            return _map_nodes(resolved, lambda n: self.roles.values[n])
+
+        return map_arg(args, value)
+
+    def _fits(self, node: Node, value: Any) -> bool:
+        """Whether the value has the captured shape, once the symbols have their captured sizes."""
+        expected = node.meta.get("example_value")
+        values, wanted = _tensors(value), _tensors(expected)
+        if expected is None or len(values) != len(wanted):
+            return True
+        for got, want in zip(values, wanted, strict=True):
+            if got.dim() != want.dim():
+                return False
+            for size, captured in zip(got.shape, want.shape, strict=True):
+                if self.roles.at(self.roles.size(size), self.roles.captured) != compat.size_hint(
+                    captured
+                ):
+                    return False
+        return True
+
+    def _keep(self, node: Node, reading: _Reading, value: Any) -> None:
+        roles = self.roles
+        roles.values[node] = value
+        roles.args[node] = (reading.args, reading.kwargs)
+        for table, entry in ((roles.slices, reading.cut), (roles.tables, reading.table)):
+            table.pop(node, None)
+            if entry is not None:
+                table[node] = entry
+
+    # -- readings ------------------------------------------------------------------------------
+
+    def _readings(self, node: Node) -> list[_Reading]:
+        if node.op == "placeholder":
+            return [_Reading((v,), {}) for v in self._input(node)]
+        if node.op == "get_attr":
+            value = node.meta["fx_packing_attr"]
+            return [_Reading((_fake(value) if isinstance(value, torch.Tensor) else value,), {})]
+        if node.target is operator.getitem:
+            return self._getitem(node)
+        if node.op == "call_method" and node.target == "item":
+            source = self.capture.by_node.get(self.capture.resolve(node.args[0]))
+            if source is not None and source.kind == "scalar":
+                with compat.real_tensors():
+                    self.roles.pinned[node] = source.example.item()
+        if node.target is torch.arange:
+            return self._literals(node, ("L", "B"))
+        if node.target in (_SHAPE_METHODS if node.op == "call_method" else _SHAPE_FUNCTIONS):
+            return self._literals(node, ("B", "L"))
+        return [_Reading(node.args, node.kwargs)]
+
+    def _input(self, node: Node) -> list[Any]:
+        item = self.capture.by_node[node]
+        if item.kind == "size":
+            return self._symint(node, item.source)
+        if item.kind == "scalar":
+            return [item.example]
+        if item.kind == "module":
+            return [_fake(item.example)]
+        values = []
+        token = item.shape[:2] == (self.capture.rows, self.capture.columns)
+        slots = [self._candidates(s, ("B", "L")) for s in item.shape[2 * token :]]
+        if token:
+            slots = [[self._candidates(s, (n,))[0]] for s, n in zip(item.shape, "BL")] + slots
+        shapes = _fewest_repeats(slots)
+        for shape in shapes:
+            sizes = [self.roles.at(s, self.roles.primes) for s in shape]
+            values.append(_fake(item.example, sizes))
+        return values
+
+    def _symint(self, node: Node, source: str) -> list[int]:
+        captured = compat.size_hint(node.meta["example_value"])
+        if re.search(r"\.(size\(\)|shape)\[\d+\]$", source):
+            sizes = self._candidates(captured, ("B", "L"))
+            return [self.roles.at(s, self.roles.primes) for s in sizes]
+        # An int that the caller passes may be another one at the next call: never read it as B or L.
+        return [self.roles.primes[self._symbol(captured)]]
+
+    def _symbol(self, captured: int) -> str:
+        symbol = f"K{sum(s.startswith('K') for s in self.roles.primes)}"
+        try:
+            self.roles.primes[symbol] = next(self.spare)
+        except StopIteration:
+            raise Refused("the graph cuts the sequence in too many ways") from None
+        self.roles.captured[symbol] = captured
+        return symbol
+
+    def _candidates(self, literal: int, first: tuple[str, ...]) -> list[Size]:
+        """The readings of a literal, the likeliest first."""
+        roles = self.roles
+        order = [s for s in first if s in roles.primes]
+        order += [s for s in roles.primes if s not in order]
+        found = [Size(1, (s,)) for s in order if roles.captured[s] == literal]
+        if "B" in roles.primes:
+            found += [
+                Size(1, ("B", s))
+                for s in order
+                if s != "B" and roles.captured["B"] * roles.captured[s] == literal
+            ]
+        return found + [Size(literal)]
+
+    def _literals(self, node: Node, first: tuple[str, ...]) -> list[_Reading]:
+        """Readings of a node whose ints are sizes; ints from SymInts are read by their value."""
+        slots: list[list[Size]] = []
+
+        def visit(arg: Any) -> None:
+            if isinstance(arg, Node):
+                arg = self.capture.resolve(arg)
+                value = self.roles.values.get(arg) if isinstance(arg, Node) else None
+                slots.extend([self.roles.size(s)] for s in _as_sizes(value))
+            elif type(arg) is int:
+                slots.append(self._candidates(arg, first))
+            elif isinstance(arg, (tuple, list)):
+                for item in arg:
+                    visit(item)
+
+        sized_kwargs = {k: v for k, v in node.kwargs.items() if k in ("size", "sizes", "shape", "end")}
+        skip = 1 if node.op == "call_method" or node.target in (torch.reshape, torch.unflatten) else 0
+        visit(node.args[skip:])
+        visit(list(sized_kwargs.values()))
+        return [
+            _Reading(node.args[:skip] + args, {**node.kwargs, **kwargs})
+            for args, kwargs in (
+                self._fill((node.args[skip:], sized_kwargs), shape) for shape in _fewest_repeats(slots)
+            )
+        ]
+
+    def _fill(self, args: Any, sizes: tuple[Size, ...]) -> Any:
+        left = iter(sizes)
+
+        def fill(arg: Any) -> Any:
+            if isinstance(arg, Node):
+                value = self.roles.values.get(self.capture.resolve(arg))
+                sizes = tuple(next(left) for _ in _as_sizes(value))
+                return arg if not sizes else sizes[0] if type(value) is int else sizes
+            if type(arg) is int:
+                return next(left)
+            if isinstance(arg, dict):
+                return {k: fill(v) for k, v in arg.items()}
+            if isinstance(arg, (tuple, list)):
+                return tuple(fill(a) for a in arg)
+            return arg
+
+        return fill(args)
+
+    def _getitem(self, node: Node) -> list[_Reading]:
+        """Slices along the sequence make a new symbol; a table cut to L rows is read as such."""
+        plain = _Reading(node.args, node.kwargs)
+        base = self._values(node.args[0])
+        index = node.args[1]
+        if not isinstance(base, torch.Tensor):
+            return [plain]
+        index = index if isinstance(index, tuple) else (index,)
+        dims = index_dims(index, base.dim())
+        if dims is None:
+            return [plain]
+        for item, dim in zip(index, dims, strict=True):
+            if not isinstance(item, slice) or item.step not in (None, 1):
+                continue
+            size = self.roles.size(base.shape[dim])
+            if size.coefficient == 1 and len(size.symbols) == 1 and size.symbols[0] != "B":
+                cut = self._slice(item, size.symbols[0])
+                if cut is not None:
+                    reading = _Reading(node.args, node.kwargs, cut=(dim, cut))
+                    literal = not any(isinstance(e, Node) for e in (item.start, item.stop))
+                    return [reading, plain] if literal else [reading]
+            elif not size.symbols and item.start in (None, 0) and item.stop is not None:
+                stop = self._values(item.stop)
+                if isinstance(item.stop, Node) and self.roles.size(stop) == Size(1, ("L",)):
+                    return [_Reading(node.args, node.kwargs, table=dim)]
+                if type(item.stop) is int and item.stop == self.capture.columns:
+                    return [plain, _Reading(node.args, node.kwargs, table=dim)]
+        return [plain]
+
+    def _slice(self, item: slice, parent: str) -> Slice | None:
+        """The sequence symbol of a slice of `parent`; None where the slice is all of it."""
+        roles = self.roles
+        ends = [self._values(e) for e in (item.start, item.stop)]
+        hints = [
+            compat.size_hint(e.meta["example_value"]) if isinstance(e, Node) else e
+            for e in (item.start, item.stop)
+        ]
+        start, stop, _ = slice(*ends).indices(roles.primes[parent])
+        low, high, _ = slice(*hints).indices(roles.captured[parent])
+        by_symint = any(isinstance(e, Node) for e in (item.start, item.stop))
+        if (start, stop) == (0, roles.primes[parent]):
+            return None
+        if (low, high) == (0, roles.captured[parent]) and not by_symint:
+            return Slice(parent, parent, None, None)
+        key = (parent, start, stop)
+        if key not in self.domains:
+            length = max(stop - start, 0)
+            known = {v: k for k, v in roles.primes.items()}.get(length)
+            if known is not None and known in roles.domains:
+                raise Refused("two different slices of the sequence have the same length")
+            symbol = known or self._symbol(max(high - low, 0))
+            if known is None and length > 1000:
+                roles.lengths[length] = symbol
+            roles.captured[symbol] = max(high - low, 0)
+            self.domains[key] = Slice(symbol, parent, item.start, item.stop)
+            roles.domains[symbol] = self.domains[key]
+        return self.domains[key]
+
+
+def index_dims(index: tuple, rank: int) -> list[int | None] | None:
+    """The dimension that each item of an index refers to (None for new axes); None if it has tensors."""
+    if any(isinstance(i, (Node, torch.Tensor, list)) for i in index):
+        return None
+    used = sum(i is not None and i is not Ellipsis for i in index)
+    dims: list[int | None] = []
+    dim = 0
+    for item in index:
+        if item is None:
+            dims.append(None)
+        elif item is Ellipsis:
+            dims.append(None)
+            dim += rank - used
+        else:
+            dims.append(dim)
+            dim += 1
+    return dims
+
+
+def _cut(args: tuple, dim: int, length: int | None) -> torch.Tensor:
+    """``args[0][args[1]]``, with the slice at `dim` replaced by the first `length` entries (or all)."""
+    base, index = args
+    index = index if isinstance(index, tuple) else (index,)
+    dims = index_dims(index, base.dim())
+    assert dims is not None
+    return base[tuple(slice(length) if d == dim else i for i, d in zip(index, dims, strict=True))]
+
+
+def _precheck(roles: Roles, method: str, tensor: torch.Tensor, sizes: tuple) -> None:
+    """Reject a wrong reading of the commonest methods sooner than the operation would.
+
+    A view keeps the order of the symbols and the count of plain entries between them: one that
+    would turn [B, L, 4] into [B, 4, L] reads the data in another order than the captured one.
+    """
+    sizes = tuple(sizes[0]) if len(sizes) == 1 and isinstance(sizes[0], (tuple, list)) else sizes
+    if not all(type(s) is int for s in sizes):
+        return
+    if method == "expand":
+        old = (1,) * (len(sizes) - tensor.dim()) + tuple(tensor.shape)
+        good = all(s in (-1, o) or o == 1 for s, o in zip(sizes, old, strict=True))
+    else:
+        rest, numel = math.prod(s for s in sizes if s != -1), math.prod(tensor.shape)
+        good = numel % rest == 0 if -1 in sizes and rest else numel == rest
+        if good and numel:
+            whole = [numel // rest if s == -1 else s for s in sizes]
+            good = _profile(roles, tensor.shape) == _profile(roles, whole)
+    if not good:
+        raise ValueError(f"{method}{sizes} of {tuple(tensor.shape)}")
+
+
+def _profile(roles: Roles, shape: Any) -> list[Any]:
+    """The symbols in order, and between them the product of the plain sizes."""
+    profile: list[Any] = [1]
+    for size in map(roles.size, shape):
+        if len(size.symbols) > 1:
+            merged = tuple(sorted(size.symbols, key=["B", "L"].index)) if set(
+                size.symbols
+            ) <= {"B", "L"} else size.symbols
+            for symbol in merged:
+                profile += [symbol, 1]
+        elif size.symbols:
+            # Of "symbol * plain" in one dimension the order is not known; assume the symbol first.
+            profile += [size.symbols[0], 1]
+        profile[-1] *= size.coefficient
+    return profile
+
+
+def _fewest_repeats(slots: list[list[Size]]) -> list[tuple[Size, ...]]:
+    """All combinations, those that use a symbol twice last, else in the given order."""
+
+    def repeats(sizes: tuple[Size, ...]) -> int:
+        symbols = [s for size in sizes for s in size.symbols]
+        return len(symbols) - len(set(symbols))
+
+    combinations = itertools.islice(itertools.product(*slots), 4096)
+    return sorted(combinations, key=repeats)
+
+
+def _fake(tensor: torch.Tensor, sizes: list[int] | None = None) -> Any:
+    """A maker of a fake tensor like `tensor`, with other `sizes`."""
+    shape = [compat.size_hint(s) for s in tensor.shape] if sizes is None else sizes
+    dtype, device = tensor.dtype, tensor.device
+    if sizes is None and not tensor.is_contiguous():
+        strides = [compat.size_hint(s) for s in tensor.stride()]
+        return lambda: torch.empty_strided(shape, strides, dtype=dtype, device=device)
+    return lambda: torch.empty(shape, dtype=dtype, device=device)
+
+
+def _map(args: Any, fn: Callable[[Size], int]) -> Any:
+    """Replace every `Size` in nested arguments."""
+    if isinstance(args, Size):
+        return fn(args)
+    if type(args) in (tuple, list):
+        return type(args)(_map(a, fn) for a in args)
+    if isinstance(args, dict):
+        return {k: _map(v, fn) for k, v in args.items()}
+    return args
+
+
+def _as_sizes(value: Any) -> tuple[int, ...]:
+    """The ints of an int or of a shape; nothing for anything else."""
+    if type(value) is int:
+        return (value,)
+    if isinstance(value, (tuple, list)) and value and all(type(v) is int for v in value):
+        return tuple(value)
+    return ()
+
+
+def is_number(value: Any) -> bool:
+    """Whether a node's value is a size, a shape or a scalar, which the flat graph has as a constant."""
+    if isinstance(value, (tuple, list)):
+        return all(is_number(v) for v in value)
+    return isinstance(value, (bool, int, float, torch.dtype, torch.device))
+
+
+def _map_nodes(arg: Any, fn: Callable[[Node], Any]) -> Any:
+    return map_arg(arg, fn)
+
+
+def _tensors(value: Any) -> list[torch.Tensor]:
+    if isinstance(value, torch.Tensor):
+        return [value]
+    if isinstance(value, (tuple, list)):
+        return [t for v in value for t in _tensors(v)]
+    return []
+
+
+def _sizes(value: Any) -> set[int]:
+    return {compat.size_hint(s) for t in _tensors(value) for s in t.shape}

@@ -1,0 +1,573 @@
+"""The proof that, attention aside, every operation treats each token on its own.
+
+Every live node is run on fake tensors at prime sizes, and each ATen operation that it makes is
+checked: it must be known, and must leave the token dimensions alone (element by element, or as batch
+dimensions). The layout of a tensor says, dimension by dimension, which symbols it holds, in order:
+
+    hidden [B, L, 64]  ->  view(-1, 64)  [(B, L), 64]  ->  mm  [(B, L), 96]      token-wise
+    hidden [B, L, 64]  ->  mean(dim=1)                                            mixes tokens: refused
+
+The world is closed: an operation that is not listed here refuses the graph.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch.fx import Node
+from torch.fx.node import map_arg
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from .. import compat
+from ..capture import Capture
+from ..errors import Refused, describe, where
+from .attention import Attention
+from .roles import STATE, Roles, Size, _as_sizes, _cut, _map
+
+Layout = tuple[tuple[Any, ...], ...]  # for each dimension its factors: symbols, and plain ints > 1
+
+
+class Mixes(Exception):
+    """An ATen operation that is not known to treat each token on its own; ``str()`` says how."""
+
+
+def prove(capture: Capture, roles: Roles, live: list[Node], attention: list[Attention]) -> dict[Node, Layout]:
+    """The layout of every live tensor. Raises `Refused`, naming the first operation that may mix."""
+    by_node = {a.node: a for a in attention}
+    layouts: dict[Node, Layout] = {}
+    with compat.fake_tensors():
+        checker = _Checker(roles)
+        values: dict[Node, Any] = {}
+        for node in live:
+            try:
+                values[node] = _value(capture, roles, node, values, by_node, checker)
+            except Mixes as found:
+                hint = _hint(node)
+                raise Refused(f"{describe(node)} {found}, {where(node)}{hint}") from None
+            if isinstance(values[node], torch.Tensor):
+                layouts[node] = checker.layout(values[node])
+                _no_pairs(layouts[node], node)
+    return layouts
+
+
+def _no_pairs(layout: Layout, node: Node) -> None:
+    symbols = [f for factors in layout for f in factors if isinstance(f, str)]
+    if len(symbols) != len(set(symbols)):
+        raise Refused(
+            f"{describe(node)} makes a token-by-token matrix that is not part of an attention that is "
+            f"understood, {where(node)}"
+        )
+
+
+def _hint(node: Node) -> str:
+    stack = " ".join(str(v) for v in (node.meta.get("nn_module_stack") or {}).values()).lower()
+    if any(word in stack for word in ("mamba", "rwkv", "recurrent", "linear_attn", "deltanet", "conv")):
+        return "; recurrent, convolutional and linear-attention layers are not supported"
+    if any(word in stack for word in ("moe", "expert", "router")):
+        return "; mixture-of-experts routing across tokens is not supported"
+    return ""
+
+
+def _value(
+    capture: Capture,
+    roles: Roles,
+    node: Node,
+    values: dict[Node, Any],
+    attention: dict[Node, Attention],
+    checker: _Checker,
+) -> Any:
+    if node.op == "placeholder":
+        return _placeholder(capture, roles, node, checker)
+    if node.op == "get_attr" or node in roles.pinned:
+        return roles.values[node]
+    if node.target in STATE:
+        return None
+    known = roles.values[node]
+    if node in attention:
+        return checker.named(torch.empty_like(known))
+    args, kwargs = _map(roles.args[node], lambda s: roles.at(s, roles.primes))
+    args, kwargs = map_arg(
+        (args, kwargs),
+        lambda n: map_arg(capture.resolve(n), lambda r: values[r] if r in values else roles.values[r]),
+    )
+    if node in roles.slices:
+        dim, cut = roles.slices[node]
+        base = args[0]
+        shape = list(base.shape)
+        shape[dim] = roles.primes[cut.symbol]
+        shorter = base.new_empty(shape)
+        layout = list(checker.layout(base))
+        layout[dim] = (cut.symbol,)
+        checker.set(shorter, tuple(layout))
+        with checker:
+            return _cut((shorter, args[1]), dim, None)
+    if node in roles.tables:
+        dim = roles.tables[node]
+        shape = list(args[0].shape)
+        shape[dim] = roles.primes["L"]
+        table = checker.named(args[0].new_empty(shape))
+        with checker:
+            return _cut((table, args[1]), dim, None)
+    if node.target is torch.arange and isinstance(known, torch.Tensor):
+        size = roles.size(known.shape[0])
+        if "B" in size.symbols:
+            raise Mixes("numbers the rows of the batch")
+        if size.symbols:
+            _arange_start(roles, node)
+            return checker.named(torch.empty_like(known))
+    _no_sizes(capture, roles, node)
+    with checker:
+        if node.op == "call_method":
+            return getattr(args[0], node.target)(*args[1:], **kwargs)
+        return node.target(*args, **kwargs)
+
+
+def _placeholder(capture: Capture, roles: Roles, node: Node, checker: _Checker) -> Any:
+    item, value = capture.by_node[node], roles.values[node]
+    if item.kind == "user":
+        layout = checker.named(value) if item.shape else value
+        symbols = {f for factors in checker.layout(layout) for f in factors if isinstance(f, str)}
+        if "B" in symbols and "L" not in symbols:
+            raise Refused(
+                f"the input {item.source} of shape {list(item.shape)} has one entry a row, not one a "
+                "token, which is not supported"
+            )
+        if "B" in roles.primes and "L" in symbols and "B" not in symbols and item.shape[0] != 1:
+            raise Refused(
+                f"the input {item.source} of shape {list(item.shape)} has one entry a column, not one a "
+                "token; pass it as [B, L]"
+            )
+    return value
+
+
+def _arange_start(roles: Roles, node: Node) -> int:
+    """Where an arange over the sequence starts; it must count one by one."""
+    args, kwargs = roles.args[node]
+    if len(args) > 2 or "step" in kwargs:
+        raise Mixes("numbers the sequence in steps")
+    start = args[0] if len(args) == 2 else kwargs.get("start", 0)
+    start = start.coefficient if isinstance(start, Size) and not start.symbols else start
+    if type(start) is not int:
+        raise Mixes("numbers the sequence from a start that is not a constant")
+    end = args[-1] if args else kwargs["end"]
+    if not isinstance(end, Size) or start:
+        raise Mixes("numbers the sequence from a start other than 0")
+    return start
+
+
+def _no_sizes(capture: Capture, roles: Roles, node: Node) -> None:
+    """Refuse arithmetic with B or L as a number: the flat graph knows neither."""
+
+    def check(arg: Node) -> None:
+        resolved = capture.resolve(arg)
+        value = roles.values.get(resolved) if isinstance(resolved, Node) else None
+        for size in map(roles.size, _as_sizes(value)):
+            if size.symbols:
+                raise Mixes(f"computes with the size {size} as a number")
+
+    map_arg(roles.args[node], check)
+
+
+# -- the closed world of ATen operations -----------------------------------------------------------
+
+_ALSO_POINTWISE = {
+    "_to_copy", "clone", "copy", "copy_", "detach", "alias", "lift_fresh", "lift_fresh_copy",
+    "native_dropout", "bernoulli", "bernoulli_", "fill", "fill_", "zero_", "empty_like", "zeros_like",
+    "ones_like", "full_like", "where", "masked_fill", "masked_fill_", "_conj", "real", "view_as_real",
+    "isnan", "isinf", "nan_to_num", "_local_scalar_dense",
+}  # fmt: skip
+_REDUCTIONS = {
+    "sum", "mean", "amax", "amin", "argmax", "argmin", "max", "min", "prod", "any", "all", "var", "std",
+    "var_mean", "logsumexp", "norm", "linalg_vector_norm", "median", "_softmax", "_log_softmax", "cumsum",
+    "cumprod", "logcumsumexp", "sort", "topk", "aminmax", "softmax", "log_softmax", "_safe_softmax",
+}  # fmt: skip
+_RESHAPES = {"view", "_unsafe_view", "reshape", "_reshape_alias", "_reshape_copy"}
+_FACTORIES = {
+    "arange", "zeros", "ones", "full", "empty", "scalar_tensor", "new_zeros", "new_ones", "new_full",
+    "new_empty", "empty_strided", "new_empty_strided",
+}  # fmt: skip
+
+
+class _Checker(TorchDispatchMode):
+    """Follows the layout of each tensor through the ATen operations made while it is active."""
+
+    def __init__(self, roles: Roles) -> None:
+        super().__init__()
+        self.roles = roles
+
+    # layouts live on the tensors; a tensor without one holds no token symbol, or takes it by size
+    def set(self, tensor: torch.Tensor, layout: Layout) -> torch.Tensor:
+        tensor._fx_packing_layout = layout
+        return tensor
+
+    def named(self, tensor: torch.Tensor) -> torch.Tensor:
+        """Give a tensor the layout that its sizes say: one symbol, or a plain number, a dimension."""
+        layout = []
+        for size in map(self.roles.size, tensor.shape):
+            if len(size.symbols) > 1 or (size.symbols and size.coefficient != 1):
+                raise Mixes(f"makes a dimension of size {size}")
+            layout.append(size.symbols or _plain(size.coefficient))
+        return self.set(tensor, tuple(layout))
+
+    def layout(self, tensor: torch.Tensor) -> Layout:
+        known = getattr(tensor, "_fx_packing_layout", None)
+        if known is None or len(known) != tensor.dim():
+            self.named(tensor)
+            known = tensor._fx_packing_layout
+        return known
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        kwargs = kwargs or {}
+        out = func(*args, **kwargs)
+        if func.namespace == "prim":  # asks a tensor for its device
+            return out
+        name = func.overloadpacket.__name__ if hasattr(func, "overloadpacket") else str(func)
+        given = _named_arguments(func, args, kwargs)
+        outs = [t for t in (out if isinstance(out, (tuple, list)) else [out]) if _is_tensor(t)]
+        rule = _RULES.get(name)
+        if rule is not None:
+            layouts = rule(self, given, outs)
+        elif name in _ALSO_POINTWISE or torch.Tag.pointwise in func.tags:
+            layouts = [self.broadcast(args, kwargs)] * len(outs)
+        else:
+            raise Mixes(f"uses {name}, which is not known to treat each token on its own")
+        for tensor, layout in zip(outs, layouts, strict=True):
+            if len(layout) != tensor.dim():  # e.g. an in-place result keeps its own shape
+                layout = self.layout(tensor)
+            self.set(tensor, layout)
+        return out
+
+    def broadcast(self, *args: Any) -> Layout:
+        """The layout of an elementwise result: in each dimension, that of the operands not of size 1."""
+        layouts = [self.layout(t) for t in _tensors(args)]
+        rank = max((len(lay) for lay in layouts), default=0)
+        merged = []
+        for dim in range(rank):
+            column = [lay[dim - rank + len(lay)] for lay in layouts if dim - rank + len(lay) >= 0]
+            found = {c for c in column if c}
+            with_symbols = {c for c in found if _symbols(c)}
+            if len(with_symbols) > 1 or (with_symbols and len(found) > 1):
+                raise Mixes("combines dimensions that number the tokens differently")
+            merged.append(next(iter(with_symbols or found), ()))
+        layout = tuple(merged)
+        symbols = [s for factors in layout for s in _symbols(factors)]
+        if len(symbols) != len(set(symbols)):
+            raise Mixes("combines every token with every other (outside an attention)")
+        return layout
+
+
+Rule = Callable[[_Checker, dict[str, Any], list[torch.Tensor]], list[Layout]]
+_RULES: dict[str, Rule] = {}
+
+
+def _rule(*names: str) -> Callable[[Rule], Rule]:
+    def register(rule: Rule) -> Rule:
+        _RULES.update(dict.fromkeys(names, rule))
+        return rule
+
+    return register
+
+
+@_rule(*_RESHAPES)
+def _reshape(checker, given, outs):
+    source = [f for factors in checker.layout(given["self"]) for f in factors]
+    size = lambda f: checker.roles.primes[f] if isinstance(f, str) else f  # noqa: E731
+    layout = []
+    for need in outs[0].shape:
+        factors: list[Any] = []
+        while need > 1:
+            if not source:
+                raise Mixes("reshapes tokens in a way that is not understood")
+            first = source.pop(0)
+            if need % size(first) == 0:
+                factors.append(first)
+                need //= size(first)
+            elif not isinstance(first, str) and first % need == 0:
+                factors.append(need)
+                source.insert(0, first // need)
+                need = 1
+            else:
+                raise Mixes("reshapes across tokens")
+        layout.append(_merge(factors))
+    return [tuple(layout)]
+
+
+@_rule("unsqueeze")
+def _unsqueeze(checker, given, outs):
+    layout = list(checker.layout(given["self"]))
+    layout.insert(given["dim"] % outs[0].dim(), ())
+    return [tuple(layout)]
+
+
+@_rule("squeeze")
+def _squeeze(checker, given, outs):
+    tensor = given["self"]
+    dims = given.get("dim", range(tensor.dim()))
+    dims = {d % tensor.dim() for d in ([dims] if isinstance(dims, int) else dims)}
+    layout = checker.layout(tensor)
+    return [tuple(f for d, f in enumerate(layout) if d not in dims or tensor.shape[d] != 1)]
+
+
+@_rule("expand")
+def _expand(checker, given, outs):
+    layout = checker.layout(given["self"])
+    layout = ((),) * (outs[0].dim() - len(layout)) + layout
+    widened = []
+    for factors, size in zip(layout, outs[0].shape, strict=True):
+        widened.append(factors or _from_size(checker, size))
+    return [tuple(widened)]
+
+
+@_rule("repeat")
+def _repeat(checker, given, outs):
+    layout = checker.layout(given["self"])
+    layout = ((),) * (outs[0].dim() - len(layout)) + layout
+    result = []
+    for factors, times, size in zip(layout, given["repeats"], outs[0].shape, strict=True):
+        if times != 1 and _symbols(factors):
+            raise Mixes("repeats tokens")
+        result.append(factors if times == 1 else _from_size(checker, size))
+    return [tuple(result)]
+
+
+@_rule("transpose", "transpose_")
+def _transpose(checker, given, outs):
+    layout = list(checker.layout(given["self"]))
+    a, b = given["dim0"], given["dim1"]
+    layout[a], layout[b] = layout[b], layout[a]
+    return [tuple(layout)]
+
+
+@_rule("t")
+def _t(checker, given, outs):
+    return [tuple(reversed(checker.layout(given["self"])))]
+
+
+@_rule("permute")
+def _permute(checker, given, outs):
+    layout = checker.layout(given["self"])
+    return [tuple(layout[d] for d in given["dims"])]
+
+
+@_rule("slice", "narrow")
+def _slice(checker, given, outs):
+    tensor, dim = given["self"], given.get("dim", 0)
+    layout = list(checker.layout(tensor))
+    if outs[0].shape[dim] != tensor.shape[dim]:
+        _keep_off(layout, [dim], "takes a slice of the tokens")
+        layout[dim] = _plain(outs[0].shape[dim])
+    return [tuple(layout)]
+
+
+@_rule("select")
+def _select(checker, given, outs):
+    layout = list(checker.layout(given["self"]))
+    _keep_off(layout, [given["dim"]], "selects one token or row")
+    layout.pop(given["dim"])
+    return [tuple(layout)]
+
+
+@_rule("split", "split_with_sizes", "chunk", "unbind", "unsafe_split", "tensor_split")
+def _split(checker, given, outs):
+    layout = checker.layout(given["self"])
+    dim = given.get("dim", 0) % len(layout)
+    if len(outs) > 1:
+        _keep_off(layout, [dim], "splits the tokens")
+    results = []
+    for out in outs:
+        if out.dim() < len(layout):
+            results.append(layout[:dim] + layout[dim + 1 :])
+        elif len(outs) == 1:
+            results.append(layout)
+        else:
+            results.append(layout[:dim] + (_plain(out.shape[dim]),) + layout[dim + 1 :])
+    return results
+
+
+@_rule("cat", "stack")
+def _cat(checker, given, outs):
+    tensors = [t for t in given["tensors"] if t.numel() or t.dim() > 1]
+    dim = given.get("dim", 0) % outs[0].dim()
+    layouts = [checker.layout(t) for t in tensors]
+    if outs[0].dim() > len(layouts[0]):
+        layouts = [lay[:dim] + ((),) + lay[dim:] for lay in layouts]
+    for layout in layouts:
+        if len(layouts) > 1:
+            _keep_off(layout, [dim], "joins tensors along the tokens")
+        if layout[:dim] + layout[dim + 1 :] != layouts[0][:dim] + layouts[0][dim + 1 :]:
+            raise Mixes("joins tensors that number the tokens differently")
+    return [layouts[0][:dim] + (_plain(outs[0].shape[dim]),) + layouts[0][dim + 1 :]] if len(
+        layouts
+    ) > 1 else [layouts[0]]
+
+
+@_rule("constant_pad_nd", "flip", "roll")
+def _pad(checker, given, outs):
+    tensor = given["self"]
+    layout = list(checker.layout(tensor))
+    if "pad" in given:
+        pads = given["pad"]
+        dims = [tensor.dim() - 1 - i // 2 for i, p in enumerate(pads) if p]
+    else:
+        dims = given["dims"] or list(range(tensor.dim()))
+    _keep_off(layout, dims, "moves tokens along the sequence")
+    return [
+        tuple(
+            f if _symbols(f) else _plain(s) for f, s in zip(layout, outs[0].shape, strict=True)
+        )
+    ]
+
+
+@_rule("repeat_interleave")
+def _repeat_interleave(checker, given, outs):
+    if "self" not in given or not isinstance(given.get("repeats"), int) or given.get("dim") is None:
+        raise Mixes("repeats tokens")
+    layout = list(checker.layout(given["self"]))
+    dim = given["dim"] % len(layout)
+    _keep_off(layout, [dim], "repeats tokens")
+    layout[dim] = _plain(outs[0].shape[dim])
+    return [tuple(layout)]
+
+
+@_rule("mm", "addmm", "bmm", "baddbmm", "mv", "dot", "addmv", "addbmm", "linear", "matmul")
+def _product(checker, given, outs):
+    pair = [t for k in ("self", "mat1", "mat2", "batch1", "batch2", "vec", "input", "weight")
+            if _is_tensor(t := given.get(k))][-2:]  # fmt: skip
+    left, right = (checker.layout(t) for t in pair)
+    if len(right) < 2 or len(left) != len(right):
+        raise Mixes("is a product of shapes that are not understood")
+    if _symbols(left[-1]) or _symbols(right[-2]):
+        raise Mixes("sums over the tokens in a matrix product")
+    batch = ()
+    for a, b in zip(left[:-2], right[:-2], strict=True):
+        if a and b and a != b and (_symbols(a) or _symbols(b)):
+            raise Mixes("multiplies dimensions that number the tokens differently")
+        batch += (a if _symbols(a) or not b else b,)
+    layout = batch + (left[-2], right[-1])
+    symbols = [s for factors in layout for s in _symbols(factors)]
+    if len(symbols) != len(set(symbols)):
+        raise Mixes("multiplies every token with every other (outside an attention)")
+    return [layout]
+
+
+@_rule(*_REDUCTIONS)
+def _reduce(checker, given, outs):
+    tensor = given.get("self", given.get("input"))
+    layout = checker.layout(tensor)
+    if "other" in given and _is_tensor(given["other"]):  # max(a, b) and min(a, b) are elementwise
+        return [checker.broadcast(tensor, given["other"])]
+    dims = given.get("dim")
+    if dims is None and "k" in given or dims is None and "descending" in given:
+        dims = -1
+    dims = list(range(len(layout))) if dims is None or dims == [] else dims
+    dims = [d % max(len(layout), 1) for d in ([dims] if isinstance(dims, int) else dims)] if layout else []
+    _keep_off(layout, dims, "sums, compares or normalises over the tokens")
+    results = []
+    for out in outs:
+        if out.dim() == len(layout):
+            results.append(
+                tuple(_plain(out.shape[d]) if d in dims else f for d, f in enumerate(layout))
+            )
+        else:
+            results.append(tuple(f for d, f in enumerate(layout) if d not in dims))
+    return results
+
+
+@_rule("native_layer_norm", "_fused_rms_norm", "rms_norm", "layer_norm")
+def _layer_norm(checker, given, outs):
+    layout = checker.layout(given["input"])
+    count = len(given["normalized_shape"])
+    dims = list(range(len(layout) - count, len(layout)))
+    _keep_off(layout, dims, "normalises over the tokens")
+    return [layout] + [layout[:-count] + ((),) * count] * (len(outs) - 1)
+
+
+@_rule("embedding")
+def _embedding(checker, given, outs):
+    weight = checker.layout(given["weight"])
+    _keep_off(weight, [0, 1], "looks up tokens by index")
+    return [checker.layout(given["indices"]) + (weight[1],)]
+
+
+@_rule("index_select", "gather")
+def _gather(checker, given, outs):
+    source, index, dim = (
+        checker.layout(given["self"]), checker.layout(given["index"]), given["dim"] % given["self"].dim()
+    )  # fmt: skip
+    _keep_off(source, [dim], "looks up tokens by index")
+    if len(index) == 1 and len(source) != 1:
+        return [source[:dim] + (index[0],) + source[dim + 1 :]]
+    if len(source) == 1:
+        return [index]
+    if index[:dim] + index[dim + 1 :] != source[:dim] + source[dim + 1 :]:
+        raise Mixes("gathers from dimensions that number the tokens differently")
+    _keep_off(index, [dim], "gathers along the tokens")
+    return [index]
+
+
+@_rule("index")
+def _index(checker, given, outs):
+    source, indices = checker.layout(given["self"]), given["indices"]
+    if any(i is None for i in indices):
+        raise Mixes("indexes by tensors in a way that is not understood")
+    _keep_off(source, range(len(source)), "looks up tokens by index")
+    if any(i.dtype == torch.bool for i in indices):
+        raise Mixes("selects by a boolean mask")
+    return [checker.broadcast(indices) + source[len(indices) :]]
+
+
+@_rule(*_FACTORIES)
+def _factory(checker, given, outs):
+    return [tuple(_from_size(checker, s) for s in outs[0].shape)]
+
+
+def _from_size(checker: _Checker, value: int) -> tuple[Any, ...]:
+    size = checker.roles.size(value)
+    if len(size.symbols) > 1 or (size.symbols and size.coefficient != 1):
+        raise Mixes(f"makes a dimension of size {size}")
+    return size.symbols or _plain(size.coefficient)
+
+
+def _keep_off(layout: Any, dims: Any, what: str) -> None:
+    for dim in dims:
+        symbols = _symbols(layout[dim])
+        if symbols:
+            raise Mixes(f"{what} (dimension {'*'.join(symbols)})")
+
+
+def _symbols(factors: tuple[Any, ...]) -> list[str]:
+    return [f for f in factors if isinstance(f, str)]
+
+
+def _plain(size: int) -> tuple[int, ...]:
+    return (size,) if size != 1 else ()
+
+
+def _merge(factors: list[Any]) -> tuple[Any, ...]:
+    """Join neighbouring plain factors, so that equal dimensions have equal layouts."""
+    merged: list[Any] = []
+    for factor in factors:
+        if merged and not isinstance(factor, str) and not isinstance(merged[-1], str):
+            merged[-1] *= factor
+        else:
+            merged.append(factor)
+    return tuple(merged)
+
+
+def _named_arguments(func: Any, args: Any, kwargs: Any) -> dict[str, Any]:
+    names = [a.name for a in func._schema.arguments]
+    return dict(zip(names, args, strict=False)) | dict(kwargs)
+
+
+def _is_tensor(value: Any) -> bool:
+    return isinstance(value, torch.Tensor)
+
+
+def _tensors(value: Any) -> list[torch.Tensor]:
+    if _is_tensor(value):
+        return [value]
+    if isinstance(value, (tuple, list)):
+        return [t for v in value for t in _tensors(v)]
+    return [t for v in value.values() for t in _tensors(v)] if isinstance(value, dict) else []

@@ -1,0 +1,187 @@
+"""What was captured, rewritten and run: always one call away."""
+
+from __future__ import annotations
+
+import json
+import logging
+import threading
+import warnings
+from collections import deque
+from dataclasses import asdict, dataclass, field
+from typing import Any
+
+log = logging.getLogger(__name__.rpartition(".")[0])
+
+
+@dataclass
+class AttentionRecord:
+    """One attention of a captured graph, as it was understood."""
+
+    kind: str  # "sdpa" or "eager"
+    mask: str  # "causal" or "causal, window 4096", and whether a padding mask is read
+    window: int | None
+    softcap: float | None
+    sinks: bool
+    heads: int
+    kv_heads: int
+    head_dim: int
+    scale: float
+
+
+@dataclass
+class Run:
+    """One execution. Tokens: padded B * L, real (mask 1), run (those that the flat graph computed)."""
+
+    layout: str
+    rows: int
+    padded_tokens: int
+    real_tokens: int | None
+    run_tokens: int
+    reason: str | None = None
+    kernel: str | None = None
+    bins: int = 1
+
+
+@dataclass
+class Verification:
+    """One comparison of a rewritten graph with the captured one."""
+
+    layout: str
+    max_error: float | None
+    tolerance: float | None
+    gradients: bool
+    passed: bool
+    why: str
+
+
+@dataclass
+class GraphReport:
+    """One captured graph."""
+
+    name: str
+    rewritten: bool = False
+    reason: str | None = None
+    attention: list[AttentionRecord] = field(default_factory=list)
+    runs: dict[str, int] = field(default_factory=dict)
+    last: Run | None = None
+    verifications: list[Verification] = field(default_factory=list)
+    guards: list[str] = field(default_factory=list)
+    compiles: dict[str, int] = field(default_factory=dict)  # of the inner compiler, per graph
+
+    def ran(self, run: Run) -> None:
+        """Record one execution."""
+        self.runs[run.layout] = self.runs.get(run.layout, 0) + 1
+        self.last = run
+        log.debug("%s ran %s", self.name, run)
+
+
+@dataclass
+class Report:
+    """A list of captured graphs; ``str()`` is a table, `to_json` the same data."""
+
+    graphs: list[GraphReport] = field(default_factory=list)
+
+    def to_json(self) -> str:
+        """The report as a JSON object."""
+        return json.dumps({"graphs": [asdict(g) for g in self.graphs]}, default=str)
+
+    def __str__(self) -> str:
+        if not self.graphs:
+            return "fx_packing: no graph was captured by backend 'grpo_pack' in this process."
+        return "\n".join(_lines(g) for g in self.graphs)
+
+
+def _lines(graph: GraphReport) -> str:
+    lines = [f"{graph.name}: {'packed' if graph.rewritten else 'runs as captured'}"]
+    if graph.reason:
+        lines.append(f"  reason        {graph.reason}")
+    kinds: dict[str, int] = {}
+    for a in graph.attention:
+        text = (
+            f"{a.kind}, {a.mask}, {a.heads} heads on {a.kv_heads}, head_dim {a.head_dim}, "
+            f"scale {a.scale:.4g}" + (f", softcap {a.softcap:g}" if a.softcap else "")
+        )
+        kinds[text] = kinds.get(text, 0) + 1
+    lines += [f"  attention     {n} x {text}" for text, n in kinds.items()]
+    if graph.runs:
+        lines.append("  runs          " + ", ".join(f"{k}: {v}" for k, v in graph.runs.items()))
+    if graph.compiles:
+        lines.append("  compiled      " + ", ".join(f"{k}: {v}" for k, v in graph.compiles.items()))
+    run = graph.last
+    if run is not None:
+        tokens = f"{run.padded_tokens} padded, {run.real_tokens} real, {run.run_tokens} run"
+        saved = run.padded_tokens / max(run.run_tokens, 1)
+        lines.append(
+            f"  last run      {run.layout}" + (f" ({run.kernel})" if run.kernel else "")
+            + f": {run.rows} rows, tokens {tokens} ({saved:.2f}x fewer)"
+            + (f" in {run.bins} parts" if run.bins > 1 else "")
+        )  # fmt: skip
+        if run.reason:
+            lines.append(f"                {run.reason}")
+    for v in graph.verifications[-3:]:
+        error = "-" if v.max_error is None else f"{v.max_error:.3g}"
+        allowed = "-" if v.tolerance is None else f"{v.tolerance:.3g}"
+        lines.append(
+            f"  verified      {v.layout}{', gradients' if v.gradients else ''}: "
+            f"{'passed' if v.passed else 'FAILED'}, error {error}, allowed {allowed} ({v.why})"
+        )
+    lines += [f"  guard         {g}" for g in graph.guards]
+    return "\n".join(lines)
+
+
+_graphs: deque[GraphReport] = deque(maxlen=256)
+_lock = threading.Lock()
+_warned: set[str] = set()
+
+
+def new_graph() -> GraphReport:
+    """A record for a newly captured graph, part of `report()` from now on."""
+    with _lock:
+        graph = GraphReport(f"graph {len(_graphs)}")
+        _graphs.append(graph)
+    return graph
+
+
+def report() -> Report:
+    """Everything that ``grpo_pack`` compiled and ran in this process since the last `reset`."""
+    with _lock:
+        return Report(list(_graphs))
+
+
+def forget() -> None:
+    """Drop all records, and let each warning be given once more."""
+    with _lock:
+        _graphs.clear()
+        _warned.clear()
+
+
+def drop(graphs: list[GraphReport]) -> None:
+    """Take records out of `report()`."""
+    with _lock:
+        kept = [g for g in _graphs if not any(g is d for d in graphs)]
+        _graphs.clear()
+        _graphs.extend(kept)
+
+
+def warn_once(key: str, message: str) -> None:
+    """One ``UserWarning`` a cause, and a log line."""
+    log.warning(message)
+    with _lock:
+        if key in _warned:
+            return
+        _warned.add(key)
+    warnings.warn(f"fx_packing: {message}", stacklevel=3)
+
+
+def describe_attention(attention: list[Any]) -> list[AttentionRecord]:
+    """The records of a list of `passes.attention.Attention`."""
+    records = []
+    for a in attention:
+        mask = "causal" if a.window is None else f"causal, window {a.window}"
+        mask += ", padding mask" if a.mask is not None else ""
+        records.append(
+            AttentionRecord(
+                a.kind, mask, a.window, a.softcap, False, a.heads, a.kv_heads, a.head_dim, a.scale
+            )
+        )
+    return records

