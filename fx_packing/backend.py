@@ -107,11 +107,10 @@ def explain(fn_or_model: Callable[..., Any], *args: Any, **kwargs: Any) -> repor
         return compiled
 
     # A code object of its own: Dynamo's cache entries go with it, the model's own stay as they are.
-    scope: dict[str, Any] = {"target": target}
-    exec("def explained(*args, **kwargs):\n    return target(*args, **kwargs)", scope)
+    explained = inner.own_function(target, "explained")
     try:
         with torch.no_grad():
-            torch.compile(scope["explained"], backend=backend)(*args, **kwargs)
+            torch.compile(explained, backend=backend)(*args, **kwargs)
     finally:
         report.drop(graphs)
     return report.Report(graphs)

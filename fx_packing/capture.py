@@ -1,12 +1,13 @@
 """The captured graph, read once: what each input is, and every node in the order it runs.
 
-Inputs are told apart by their Dynamo source (a module's tensor, a scalar that Dynamo lifted, a size,
-or something the user passed), never by their names. Bodies of activation checkpointing are listed in
-line, so that later passes see one straight program.
+Inputs are told apart by their Dynamo source (a module's tensor, a scalar that Dynamo lifted, a
+size, or something the user passed), never by their names. Bodies of activation checkpointing are
+listed in line, so that later passes see one straight program.
 """
 
 from __future__ import annotations
 
+import operator
 import re
 from collections.abc import Sequence
 from dataclasses import dataclass, field
@@ -42,12 +43,15 @@ class Capture:
     gm: GraphModule
     inputs: list[Input]
     nodes: list[Node]
-    alias: dict[Node, Any]  # body placeholder -> the caller's argument; checkpoint call -> its result
+    alias: dict[
+        Node, Any
+    ]  # body placeholder -> the caller's argument; checkpoint call -> its result
     bodies: dict[Node, GraphModule]  # checkpoint call -> its body
     rows: int  # B at capture
     columns: int  # L at capture
     output: Node
     by_node: dict[Node, Input] = field(default_factory=dict)
+    ids: list[Input] = field(default_factory=list)  # the inputs [B, L] that embeddings look up
 
     def resolve(self, arg: Any) -> Any:
         """Follow body placeholders and checkpoint results to the node that computes the value."""
@@ -55,7 +59,7 @@ class Capture:
             if arg in self.alias:
                 arg = self.alias[arg]
             elif (
-                arg.target is _getitem
+                arg.target is operator.getitem
                 and isinstance(arg.args[0], Node)
                 and isinstance(self.alias.get(arg.args[0]), (tuple, list))
             ):
@@ -69,17 +73,10 @@ class Capture:
         found = [self.resolve(n) for n in node.all_input_nodes]
         flat: list[Node] = []
         for item in found:
-            flat.extend([self.resolve(i) for i in item] if isinstance(item, (tuple, list)) else [item])
+            flat.extend(
+                [self.resolve(i) for i in item] if isinstance(item, (tuple, list)) else [item]
+            )
         return [n for n in flat if isinstance(n, Node)]
-
-
-def _getitem_target() -> Any:
-    import operator
-
-    return operator.getitem
-
-
-_getitem = _getitem_target()
 
 
 def read(gm: GraphModule, example_inputs: Sequence[Any]) -> Capture:
@@ -133,9 +130,13 @@ def _linearise(gm: GraphModule, capture: Capture) -> Any:
         elif node.op == "placeholder" and node in capture.alias:
             continue
         elif node.op == "call_function" and compat.is_higher_order(node.target):
-            raise Refused(f"the higher-order operation {describe(node)} is not supported, {where(node)}")
+            raise Refused(
+                f"the higher-order operation {describe(node)} is not supported, {where(node)}"
+            )
         elif node.op == "call_module":
-            raise Refused(f"a module call ({node.target}) in the graph is not supported, {where(node)}")
+            raise Refused(
+                f"a module call ({node.target}) in the graph is not supported, {where(node)}"
+            )
         else:
             if node.op == "get_attr":
                 node.meta["fx_packing_attr"] = _attribute(gm, node)
@@ -154,7 +155,9 @@ _VIEWS = {"view", "reshape", "to", "long", "int", "contiguous", "clone", "detach
 
 
 def _token_shape(capture: Capture) -> tuple[int, int]:
-    """(B, L) at capture: of the ids that feed an embedding, else of the embeddings passed in."""
+    """(B, L) at capture: of the ids that feed an embedding (positions may be [1, L], so the
+    largest), else of the embeddings passed in."""
+    shapes = []
     for node in capture.nodes:
         if node.op == "call_function" and node.target is torch.nn.functional.embedding:
             ids = capture.resolve(node.args[0])
@@ -162,7 +165,10 @@ def _token_shape(capture: Capture) -> tuple[int, int]:
                 ids = capture.resolve(ids.args[0])
             found = capture.by_node.get(ids)
             if found and found.kind == "user" and len(found.shape) == 2:
-                return found.shape[0], found.shape[1]
+                capture.ids.append(found)
+                shapes.append((found.shape[0], found.shape[1]))
+    if shapes:
+        return max(shapes)
     for found in capture.inputs:
         if found.kind == "user" and len(found.shape) == 3 and found.example.is_floating_point():
             return found.shape[0], found.shape[1]

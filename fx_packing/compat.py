@@ -117,12 +117,18 @@ def mark_dynamic(tensor: torch.Tensor, *dims: int) -> torch.Tensor:
     return tensor
 
 
+def force_recompile(gm: GraphModule) -> None:
+    """Generate the Python of a graph and of its bodies now: a lazy one cannot be traced."""
+    for module in gm.modules():
+        if isinstance(module, GraphModule):
+            getattr(module, "real_recompile", module.recompile)()
+
+
 def dump_graph(name: str, gm: GraphModule) -> None:
     """Show a graph to ``TORCH_LOGS``-style tools and to depyf, which patches this very function."""
     import torch._dynamo.utils as utils
 
-    if not gm._code if hasattr(gm, "_code") else True:
-        gm.recompile()
+    force_recompile(gm)
     utils.lazy_format_graph_code(name, gm)
 
 

@@ -152,11 +152,13 @@ def _plan(
     depth = torch.arange(columns, device=mask.device)
     row = torch.arange(rows, device=mask.device)
 
-    # Compact: column[b, d] is where row b holds its d-th real token.
+    # Compact: column[b, d] is where row b holds its d-th real token. (Launches are what a plan
+    # costs on a GPU: arithmetic with a mask takes one where `where` with a number takes three.)
+    unreal = ~mask
     place = mask.cumsum(1) - 1
     size = place[:, -1] + 1
     column = depth.new_zeros(rows, columns + 1)
-    column.scatter_(1, torch.where(mask, place, columns), depth.expand(rows, -1))
+    column.scatter_(1, place.masked_fill(unreal, columns), depth.expand(rows, -1))
     column = column[:, :columns]
 
     # Sort the rows; `shared` is the length of the prefix that each has in common with the one
@@ -167,18 +169,19 @@ def _plan(
         order = _lexicographic(codes)
         codes = codes[:, order]
         equal = codes[:, 1:] == codes[:, :-1]
-        shared = torch.where(equal, columns, depth[:, None]).amin(0)
-        shared = F.pad(torch.minimum(shared, size[order][1:]), (1, 0))
+        common = (equal * columns + depth[:, None]).amin(0)
+        torch.minimum(common, size[order][1:], out=shared[1:])
 
     def slots_of(order: Tensor, shared: Tensor) -> tuple[Tensor, ...]:
         # [depth, row] in sorted order. Row r stores its tokens from depth `shared` on; a token
         # above that is owned by the last row <= r that starts no deeper.
-        starts = F.pad((size[order] - shared).cumsum(0), (1, 0))
+        starts = size.new_zeros(rows + 1)
+        torch.cumsum(size[order] - shared, 0, out=starts[1:])
         fresh = depth[:, None] >= shared
-        owner = torch.where(fresh, row, 0).cummax(1).values
-        slots = starts[owner] + depth[:, None] - shared[owner]
+        owner = (row * fresh).cummax(1).values
+        slots = (starts[:-1] - shared)[owner] + depth[:, None]
         inverse = torch.empty_like(order).scatter_(0, order, row)
-        slot = torch.where(mask, slots[place.clamp_min(0), inverse[:, None]], -1)
+        slot = slots[place, inverse[:, None]].masked_fill_(unreal, -1)
         return starts, fresh, slots, slot
 
     starts, fresh, slots, slot = slots_of(order, shared)
@@ -196,14 +199,17 @@ def _plan(
     length = max(-(-total // block), 2) * block
 
     # A subtree ends where the next row starts that shares no more than its root's depth.
-    later = torch.where(fresh, row, rows).flip(1).cummin(1).values.flip(1)
-    later = F.pad(later[:, 1:], (0, 1), value=rows)
-    # What nobody stores lands in one extra cell past the end.
-    index = torch.where(fresh & (depth[:, None] < size[order]), slots, length).flatten()
+    later = (rows - (rows - row) * fresh).flip(1).cummin(1).values.flip(1)[:, 1:]
+    end = torch.full_like(slots, total)
+    end[:, :-1] = starts[later]
     source = order * columns + column[order].T
-
-    def stored(values: Tensor, pads: Tensor) -> Tensor:
-        return pads.scatter_(0, index, values.expand_as(slots).flatten())[:length]
+    values = torch.stack((source, depth[:, None].expand_as(source), end)).flatten(1)
+    # What nobody stores lands in one extra cell past the end.
+    unstored = ~fresh | (depth[:, None] >= size[order])
+    index = slots.masked_fill(unstored, length).flatten()
+    stored = depth.new_zeros(3, length + 1)
+    torch.arange(1, length + 2, device=mask.device, out=stored[2])
+    stored.scatter_(1, index.expand(3, -1), values)
 
     return Plan(
         layout=layout,
@@ -213,9 +219,10 @@ def _plan(
         run_tokens=total,
         length=length,
         longest=longest,
-        source=stored(source, depth.new_zeros(length + 1)),
-        depth=stored(depth[:, None], depth.new_zeros(length + 1)),
-        end=stored(starts[later], torch.arange(1, length + 2, device=mask.device)),
+        # Copies: Dynamo traces a view together with its base, whose size it would specialise on.
+        source=stored[0, :length].clone(),
+        depth=stored[1, :length].clone(),
+        end=stored[2, :length].clone(),
         slot=slot,
         starts=starts,
         order=order,
@@ -240,20 +247,19 @@ def _read(slot: Tensor, marks: Tensor, tokens: int) -> Read:
     length = max(-(-tokens // 16), 2) * 16
     index = slot.new_zeros(length + 1)
     index.scatter_(0, torch.where(marks > 0, rank, length), torch.arange(len(marks), device=slot.device))
-    return Read(index[:length], torch.where(slot < 0, -1, rank[slot.clamp_min(0)]), tokens)
+    return Read(index[:length].clone(), torch.where(slot < 0, -1, rank[slot.clamp_min(0)]), tokens)
 
 
 def _codes(keys: Sequence[Tensor], column: Tensor, size: Tensor) -> Tensor:
     """``[L, B]`` int64 in ``0..B``: at each depth, equal where all keys are; 0 past a row's end."""
     rows, columns = column.shape
     real = torch.arange(columns, device=column.device)[:, None] < size
-    codes = torch.zeros_like(column.T)
     for number, key in enumerate(keys):
         if key.dim() == 3 or key.is_floating_point():
             key = _vector_codes(key.reshape(rows, columns, -1))
-        values = _dense_rank(torch.where(real, key.gather(1, column).T.long(), 0))
+        values = _dense_rank(key.gather(1, column).T.long())
         codes = _dense_rank(codes * rows + values) if number else values
-    return torch.where(real, codes + 1, 0)
+    return (codes + 1) * real
 
 
 def _lexicographic(codes: Tensor) -> Tensor:
@@ -267,7 +273,8 @@ def _lexicographic(codes: Tensor) -> Tensor:
         group += 1
     weights = torch.pow(base, torch.arange(group - 1, -1, -1, device=codes.device))
     while len(codes) > 1:
-        codes = F.pad(codes, (0, 0, 0, -len(codes) % group))
+        if missing := -len(codes) % group:
+            codes = torch.cat((codes, codes.new_zeros(missing, codes.shape[1])))
         codes = (codes.unflatten(0, (-1, group)) * weights[:, None]).sum(1)
         codes = _dense_rank(codes)
     return codes[0].argsort(stable=True)
@@ -276,8 +283,9 @@ def _lexicographic(codes: Tensor) -> Tensor:
 def _dense_rank(values: Tensor) -> Tensor:
     """Ranks 0, 1, 2, ... of the distinct values of each row of ``[C, B]``."""
     ordered, index = values.sort(dim=1)
-    steps = F.pad(ordered[:, 1:] != ordered[:, :-1], (1, 0))
-    return torch.empty_like(index).scatter_(1, index, steps.cumsum(1))
+    ranks = torch.zeros_like(index)
+    torch.cumsum(ordered[:, 1:] != ordered[:, :-1], 1, out=ranks[:, 1:])
+    return torch.empty_like(index).scatter_(1, index, ranks)
 
 
 def _vector_codes(vectors: Tensor) -> Tensor:

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import itertools
 import threading
+import types
 from collections import OrderedDict
 from collections.abc import Callable
 from typing import Any
@@ -24,6 +25,22 @@ _lock = threading.Lock()
 _MOST_FLATS = 64
 
 
+def own_function(target: Callable[..., Any], name: str) -> Callable[..., Any]:
+    """A function that calls `target`, with a code object of its own, hence a Dynamo cache of its own.
+
+    Its code keeps this file's name: code without a file is wrapped by torch 2.11 into one function
+    that everything compiled so would share.
+    """
+    unique = f"{name}_{next(_numbers)}"
+    code = _call_target.__code__.replace(co_name=unique)
+    scope = {"__name__": __name__, "__builtins__": __builtins__, "target": target}
+    return types.FunctionType(code, scope, unique)
+
+
+def _call_target(*args: Any, **kwargs: Any) -> Any:
+    return target(*args, **kwargs)  # noqa: F821 - in the globals that `own_function` gives
+
+
 class Compiled:
     """A graph under the inner compiler. `compiles` counts how often that compiler was called."""
 
@@ -31,16 +48,14 @@ class Compiled:
         self.gm, self.compiles = gm, 0
         if inner == "eager" and any(compat.is_checkpoint(n.target) for n in gm.graph.nodes):
             inner = "aot_eager"  # run as plain Python, a checkpointed body would save everything
+        compat.force_recompile(gm)
         compiler = compat.lookup_backend(inner)
 
         def counted(graph: GraphModule, example_inputs: list[Any]) -> Callable[..., Any]:
             self.compiles += 1
             return compiler(graph, example_inputs)
 
-        scope: dict[str, Any] = {"graph": gm}
-        unique = f"{name}_{next(_numbers)}"
-        exec(f"def {unique}(*args):\n    return graph(*args)", scope)
-        self._function = torch.compile(scope[unique], backend=counted, fullgraph=True)
+        self._function = torch.compile(own_function(gm, name), backend=counted, fullgraph=True)
 
     def __call__(self, *args: Any) -> Any:
         return self._function(*args)

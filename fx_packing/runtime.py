@@ -342,7 +342,7 @@ class Packed:
             return outputs
         if self.options.verify == "first" and self.verdicts.passed(parameters, mode):
             return outputs
-        result = verify.check(self, batch, plan, flat, outputs)
+        result = verify.check(self, batch, plan, flat, outputs, mode[1])
         self.record.verifications.append(result)
         if result.passed:
             self.verdicts.set(parameters, mode, True)
@@ -361,11 +361,17 @@ class Packed:
 
 
 def _gather(batch: Batch, plan: Plan, value: Tensor) -> Tensor:
-    """[1, T_pad, ...] from [B, L, ...], or from [1, L, ...]."""
+    """[1, T_pad, ...] from [B, L, ...], or from [1, L, ...]; no view, which Dynamo traces with its base."""
     if value.dim() < 2 or value.shape[0] != batch.rows:
         columns = plan.source % plan.columns
-        return compat.mark_dynamic(value.index_select(value.dim() > 1, columns), int(value.dim() > 1))
-    flat = value.flatten(0, 1).index_select(0, plan.source).unsqueeze(0)
+        if value.dim() < 2:
+            return compat.mark_dynamic(value.index_select(0, columns), 0)
+        return compat.mark_dynamic(value.index_select(1, columns), 1)
+    flat = value.flatten(0, 1)
+    if value.is_floating_point():  # embeddings: their backward is one addition of rows
+        flat = flat.index_select(0, plan.source).unsqueeze(0)
+    else:
+        flat = flat[plan.source.unsqueeze(0)]
     return compat.mark_dynamic(flat, 1)
 
 

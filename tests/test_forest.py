@@ -162,7 +162,7 @@ def test_memory_is_linear():
     ids = torch.randint(2, (32, 500))
     with Largest() as largest:
         make_plan(torch.ones(32, 500, dtype=torch.bool), [ids], layout="prefix")
-    assert largest.numel <= 1.1 * ids.numel()
+    assert largest.numel <= 3.1 * ids.numel()  # three numbers a token are made together
 
 
 def test_leaves_no_trace():

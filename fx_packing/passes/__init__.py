@@ -10,6 +10,7 @@ from dataclasses import dataclass, field
 from torch.fx import Node
 
 from ..capture import Capture
+from ..errors import Refused
 from .attention import Attention, find_attention
 from .flatten import FlatGraph, flatten
 from .live import live_nodes
@@ -33,7 +34,13 @@ class Analysis:
         key = (kernel, dropout)
         if key not in self._flats:
             self._flats[key] = flatten(
-                self.capture, self.roles, self.live, self.attention, self.layouts, kernel, dropout=dropout
+                self.capture,
+                self.roles,
+                self.live,
+                self.attention,
+                self.layouts,
+                kernel,
+                dropout=dropout,
             )
         return self._flats[key]
 
@@ -44,4 +51,9 @@ def analyse(capture: Capture) -> Analysis:
     attention = find_attention(capture, roles)
     live = live_nodes(capture, roles, attention)
     layouts = prove(capture, roles, live, attention)
+    if not attention:
+        raise Refused(
+            "the graph has no attention, so there is nothing that packing could speed up here; a "
+            "graph break may have cut the model into pieces (see TORCH_LOGS=graph_breaks)"
+        )
     return Analysis(capture, roles, attention, live, layouts)

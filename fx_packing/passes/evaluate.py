@@ -1,8 +1,8 @@
 """Run the captured graph, or part of it, at other sizes.
 
-The readings found by `roles` make the captured graph a function of (B, L): the same operations, with
-its own attention and its own masks, on a batch of any shape. Masks are probed and rewritten graphs
-are checked with it.
+The readings found by `roles` make the captured graph a function of (B, L): the same operations,
+with its own attention and its own masks, on a batch of any shape. Masks are probed and rewritten
+graphs are checked with it.
 """
 
 from __future__ import annotations
@@ -15,20 +15,45 @@ from torch.fx import Node
 from torch.fx.node import map_arg
 
 from ..capture import Capture
-from .roles import STATE, Roles, Size, _cut, _map
+from .inplace import storages
+from .roles import STATE, Roles, Size, cut_table, map_sizes
 
 
-def ancestors(capture: Capture, targets: Iterable[Node], stop: Iterable[Node] = ()) -> list[Node]:
-    """`targets` and all that they read, in order, not going past the nodes in `stop`."""
+def ancestors(
+    capture: Capture,
+    roles: Roles,
+    targets: Iterable[Node],
+    stop: Iterable[Node] = (),
+    *,
+    whole: bool = False,
+) -> list[Node]:
+    """`targets` and all that they read, in order, not going past the nodes in `stop`, nor past
+    sizes that B and L decide: a mask of length ``x.size(1)`` does not depend on x. With `whole`,
+    the ends of slices along the sequence are not read."""
     stop, seen, todo = set(stop), set(), list(targets)
     while todo:
-        node = todo.pop()
-        if node in seen:
-            continue
-        seen.add(node)
-        if node not in stop:
-            todo += capture.operands(node)
+        while todo:
+            node = todo.pop()
+            if node in seen:
+                continue
+            seen.add(node)
+            if node not in stop and not roles.exact(node, ("B", "L")):
+                todo += _operands(capture, roles, node, whole)
+        if roles.mutations:
+            touched = {s for n in seen - stop for s in storages(roles, n)}
+            todo = [n for n, s in roles.mutations.items() if n not in seen and s & touched]
     return [n for n in capture.nodes if n in seen]
+
+
+def _operands(capture: Capture, roles: Roles, node: Node, whole: bool) -> list[Node]:
+    if node in roles.tables or (node in roles.slices and _takes_all(roles, node, whole)):
+        return [capture.resolve(node.args[0])]
+    return capture.operands(node)
+
+
+def _takes_all(roles: Roles, node: Node, whole: bool) -> bool:
+    cut = roles.slices[node][1]
+    return whole or cut.symbol == cut.parent
 
 
 def evaluate(
@@ -49,19 +74,19 @@ def evaluate(
     """
     sizes = dict(sizes)
     values: dict[Node, Any] = {}
-    nodes = ancestors(capture, targets, feeds)
+    nodes = ancestors(capture, roles, targets, feeds, whole=whole)
     last: dict[Node, Node] = {}
     for node in nodes:
         for operand in capture.operands(node):
             last[operand] = node
     for node in nodes:
-        values[node] = feeds[node] if node in feeds else _run(
-            capture, roles, node, values, sizes, whole, literal
-        )
-        if node not in feeds:
-            for operand in set(capture.operands(node)):
-                if last[operand] is node and operand not in targets:
-                    values.pop(operand, None)
+        if node in feeds:
+            values[node] = feeds[node]
+            continue
+        values[node] = _run(capture, roles, node, values, sizes, whole, literal)
+        for operand in set(capture.operands(node)):
+            if last[operand] is node and operand not in targets:
+                values.pop(operand, None)
     return {t: values[t] for t in targets}
 
 
@@ -74,40 +99,45 @@ def _run(
     whole: bool,
     literal: Callable[[Node, Any], Any] | None,
 ) -> Any:
+    if roles.exact(node, sizes):
+        return _number(roles, roles.values[node], sizes)
     if node.op == "placeholder":
-        item = capture.by_node[node]
-        if item.kind == "size":
-            return roles.at(roles.size(roles.values[node]), sizes)
         raise KeyError(node.name)
     if node.op == "get_attr":
         return node.meta["fx_packing_attr"]
-    if node in roles.pinned:
-        return roles.pinned[node]
     if node.target in STATE:
         return None
-    if type(roles.values.get(node)) is int:
-        return roles.at(roles.size(roles.values[node]), sizes)
     args, kwargs = roles.args[node]
     if literal is not None:
         args, kwargs = literal(node, (args, kwargs))
-    args, kwargs = _map((args, kwargs), lambda s: roles.at(s, sizes))
-    args, kwargs = map_arg(
-        (args, kwargs), lambda n: map_arg(capture.resolve(n), lambda r: values[r])
-    )
+    args, kwargs = map_sizes((args, kwargs), lambda s: roles.at(s, sizes))
+
+    def value(arg: Any) -> Any:
+        return map_arg(arg, lambda n: map_arg(capture.resolve(n), lambda r: values[r]))
+
+    if node in roles.tables:
+        return cut_table((value(args[0]), args[1]), roles.tables[node], sizes["L"])
     if node in roles.slices:
         dim, cut = roles.slices[node]
-        value = _cut(args, dim, None) if whole else args[0][args[1]]
-        if not whole:
-            out = [d for d, s in enumerate(roles.values[node].shape) if roles.size(s) == Size(1, (cut.symbol,))]
-            sizes[cut.symbol] = value.shape[out[0]] if out else sizes.get(cut.symbol, 1)
-        else:
-            sizes[cut.symbol] = sizes["L"]
-        return value
-    if node in roles.tables:
-        return _cut(args, roles.tables[node], sizes["L"])
+        if _takes_all(roles, node, whole):
+            if cut.symbol != cut.parent:
+                sizes[cut.symbol] = sizes[cut.parent]
+            return cut_table((value(args[0]), args[1]), dim, None)
+        result = value(args[0])[value(args[1])]
+        line = Size(1, (cut.symbol,))
+        out = [d for d, s in enumerate(roles.shape(node)) if s == line]
+        sizes[cut.symbol] = result.shape[out[0]] if out else sizes.get(cut.symbol, 1)
+        return result
+    args, kwargs = value((args, kwargs))
     if node.op == "call_method":
         return getattr(args[0], node.target)(*args[1:], **kwargs)
     return node.target(*args, **kwargs)
+
+
+def _number(roles: Roles, value: Any, sizes: dict[str, int]) -> Any:
+    if isinstance(value, (tuple, list)):
+        return type(value)(_number(roles, v, sizes) for v in value)
+    return roles.at(roles.size(value), sizes) if type(value) is int else value
 
 
 def probe_inputs(capture: Capture) -> dict[Node, Any]:

@@ -12,6 +12,7 @@ shape, and a later capture of the same model, whose flat graph is the same text,
 
 from __future__ import annotations
 
+import operator
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -23,7 +24,8 @@ from .. import attention as kernels
 from ..capture import Capture
 from ..errors import Refused
 from .attention import Attention
-from .roles import STATE, Roles, Size, is_number
+from .inplace import storages
+from .roles import Roles, Size, index_dims, is_number
 from .tokenwise import Layout
 
 Key = Any  # what a value of the flat graph stands for: a captured node, or a tuple naming an input
@@ -33,9 +35,9 @@ Key = Any  # what a value of the flat graph stands for: a captured node, or a tu
 class Output:
     """How one captured output is made from the flat ones.
 
-    `kind`: ``padded`` ([B, n, ...]) or ``merged`` ([B * n, ...]) are gathered back, n columns of the
-    sequence symbol `symbol`; ``plain`` is taken as it is; ``input`` is a captured input; ``size`` is a
-    size; ``constant`` is a constant.
+    `kind`: ``padded`` ([B, n, ...]) or ``merged`` ([B * n, ...]) are gathered back, n columns of
+    the sequence symbol `symbol`; ``plain`` is taken as it is; ``input`` is a captured input;
+    ``size`` is a size; ``constant`` is a constant.
     """
 
     kind: str
@@ -91,7 +93,10 @@ def flatten(
     flat = FlatGraph(gm, kernel, root.keys, outputs, windows=windows)
     symbols = list(dict.fromkeys(k[1] for k in root.keys if k[0] == "read"))
     flat.structure = _text(gm) + repr(
-        [("read", symbols.index(k[1])) if k[0] == "read" else k if k[0] == "kernel" else k[0] for k in root.keys]
+        [
+            ("read", symbols.index(k[1])) if k[0] == "read" else k if k[0] == "kernel" else k[0]
+            for k in root.keys
+        ]
     )
     return flat
 
@@ -164,7 +169,7 @@ class _Writer:
         args = (target, *(scope.get(k) for k in inner.keys))
         result = scope.graph.call_function(call.target, args, dict(call.kwargs))
         for index, node in enumerate(wanted):
-            scope.values[node] = scope.graph.call_function(_getitem, (result, index))
+            scope.values[node] = scope.graph.call_function(operator.getitem, (result, index))
 
     def _node(self, node: Node, scope: _Scope) -> Node:
         graph, roles = scope.graph, self.roles
@@ -179,19 +184,24 @@ class _Writer:
         args, kwargs = roles.args[node]
         if node in roles.slices or node in roles.tables:
             dim = roles.slices[node][0] if node in roles.slices else roles.tables[node]
-            key = ("read", roles.slices[node][1].symbol) if node in roles.slices else ("positions",)
             base, index = scope.get(self.capture.resolve(args[0])), args[1]
-            chosen = graph.call_method("index_select", (base, dim, scope.get(key)))
+            key = ("read", roles.slices[node][1].symbol) if node in roles.slices else ("positions",)
+            whole = (
+                node in roles.slices
+                and roles.slices[node][1].symbol == roles.slices[node][1].parent
+            )
+            if not whole:
+                base = graph.call_method("index_select", (base, dim, scope.get(key)))
             index = index if isinstance(index, tuple) else (index,)
-            dims = _dims(index, roles.values[self.capture.resolve(args[0])].dim())
+            dims = index_dims(index, roles.values[self.capture.resolve(args[0])].dim())
             rest = tuple(slice(None) if d == dim else i for i, d in zip(index, dims, strict=True))
             if all(i == slice(None) or i is Ellipsis for i in rest):
-                return chosen
-            return graph.call_function(_getitem, (chosen, rest))
+                return base
+            return graph.call_function(operator.getitem, (base, rest))
         if node.target is torch.arange and roles.size(roles.values[node].shape[0]).symbols:
-            positions = scope.get(("positions",))
-            dtype = kwargs.get("dtype")
-            return graph.call_method("to", (positions,), {"dtype": dtype or torch.int64})
+            changed = {s for m in roles.mutations.values() for s in m} & storages(roles, node)
+            options = {"dtype": kwargs.get("dtype") or torch.int64, "copy": bool(changed)}
+            return graph.call_method("to", (scope.get(("positions",)),), options)
         if node.target is torch.nn.functional.dropout and not self.dropout:
             return graph.call_method("view_as", (scope.get(self.capture.resolve(args[0])),) * 2)
         args, kwargs = map_arg((args, kwargs), lambda n: self._value(n, scope))
@@ -217,7 +227,9 @@ class _Writer:
             return self._size(args, scope)
         if type(args) in (tuple, list):
             return type(args)(self._sizes(a, scope) for a in args)
-        return {k: self._sizes(v, scope) for k, v in args.items()} if isinstance(args, dict) else args
+        return (
+            {k: self._sizes(v, scope) for k, v in args.items()} if isinstance(args, dict) else args
+        )
 
     def _size(self, size: Size, scope: _Scope) -> Any:
         symbols = [s for s in size.symbols if s != "B"]
@@ -230,7 +242,7 @@ class _Writer:
             result = (
                 scope.values[key]
                 if result == 1
-                else scope.graph.call_function(_mul, (scope.values[key], result))
+                else scope.graph.call_function(operator.mul, (scope.values[key], result))
             )
         return result
 
@@ -255,7 +267,9 @@ def _output(capture: Capture, roles: Roles, layouts: dict[Node, Layout], arg: An
         return Output("input", capture.by_node[node].index)
     if is_number(roles.values[node]):
         value = roles.values[node]
-        return Output("size", roles.size(value)) if type(value) is int else Output("constant", value)
+        return (
+            Output("size", roles.size(value)) if type(value) is int else Output("constant", value)
+        )
     layout = layouts[node]
     row = ("B",) if "B" in roles.primes else ()
     symbols = [[f for f in factors if isinstance(f, str)] for factors in layout]
@@ -268,20 +282,16 @@ def _output(capture: Capture, roles: Roles, layouts: dict[Node, Layout], arg: An
     if layout[0][:-1] == row and symbols[0][-1:] not in ([], ["B"]) and not any(symbols[1:]):
         return Output("merged", node, symbols[0][-1])
     text = ", ".join("*".join(map(str, f)) or "1" for f in layout)
-    hint = "keys and values of a cache? pass use_cache=False" if len(layout) == 4 else "not supported"
+    hint = (
+        "keys and values of a cache? pass use_cache=False" if len(layout) == 4 else "not supported"
+    )
     raise Refused(f"an output of shape [{text}] is neither [B, L, ...] nor [B * L, ...] ({hint})")
 
 
 def _leaves(args: Any) -> list[Any]:
-    return [leaf for a in args for leaf in _leaves(a)] if isinstance(args, (tuple, list)) else [args]
-
-
-def _dims(index: tuple, rank: int) -> list[int | None]:
-    from .roles import index_dims
-
-    dims = index_dims(index, rank)
-    assert dims is not None
-    return dims
+    return (
+        [leaf for a in args for leaf in _leaves(a)] if isinstance(args, (tuple, list)) else [args]
+    )
 
 
 def _text(gm: GraphModule) -> str:
@@ -308,14 +318,6 @@ class _Number(int):
 
 def _qualified(target: Any) -> str:
     module = getattr(target, "__module__", "")
-    return f"{module}.{getattr(target, '__qualname__', None) or getattr(target, '__name__', target)}"
-
-
-def _getitem_and_mul() -> tuple[Any, Any]:
-    import operator
-
-    return operator.getitem, operator.mul
-
-
-_getitem, _mul = _getitem_and_mul()
-_ = STATE
+    return (
+        f"{module}.{getattr(target, '__qualname__', None) or getattr(target, '__name__', target)}"
+    )

@@ -19,7 +19,7 @@ import itertools
 import math
 import operator
 import re
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -30,6 +30,7 @@ from torch.fx.node import map_arg
 from .. import compat
 from ..capture import Capture
 from ..errors import Refused, describe, where
+from .hints import hint
 
 # Large primes: no dimension of a model is a multiple of one (checked, with the next tried instead).
 _PRIMES = (10007, 1009, 9973, 9967, 9949, 9941, 9931, 9929, 9923, 9907, 9901, 9887, 9883, 9871)
@@ -42,6 +43,12 @@ _SHAPE_FUNCTIONS = {
     torch.reshape, torch.zeros, torch.ones, torch.full, torch.empty, torch.broadcast_to, torch.rand,
     torch.randn, torch.unflatten, torch.tile,
 }  # fmt: skip
+# How many arguments come before the sizes, where that is not just the tensor of a method; and the
+# operations whose sizes are a single argument, with other numbers behind it.
+_BEFORE_SIZES = {
+    torch.reshape: 1, torch.broadcast_to: 1, torch.tile: 1, torch.unflatten: 2, "unflatten": 2,
+}  # fmt: skip
+_ONE_ARGUMENT = {torch.full, "new_full"}
 # Nodes that set a state rather than compute: sizes do not depend on them.
 STATE = {
     torch._C._set_grad_enabled,
@@ -86,9 +93,13 @@ class Roles:
     tables: dict[Node, int] = field(default_factory=dict)  # node -> dim of a table cut to length L
     primes: dict[str, int] = field(default_factory=dict)  # symbol -> size in the re-run
     captured: dict[str, int] = field(default_factory=dict)  # symbol -> size at capture
-    lengths: dict[int, str] = field(default_factory=dict)  # length of a slice in the re-run -> symbol
+    lengths: dict[int, str] = field(
+        default_factory=dict
+    )  # length of a slice in the re-run -> symbol
     domains: dict[str, Slice] = field(default_factory=dict)  # sequence symbol -> its slice
     pinned: dict[Node, float] = field(default_factory=dict)  # scalars, by the node that reads them
+    varying: set[Node] = field(default_factory=set)  # numbers that B, L or a caller's int decide
+    mutations: dict[Node, set[int]] = field(default_factory=dict)  # in place -> storages, `inplace`
 
     def size(self, value: int) -> Size:
         """Read a size of the re-run as a product of symbols."""
@@ -109,6 +120,17 @@ class Roles:
             value *= sizes[symbol]
         return value
 
+    def exact(self, node: Node, known: Iterable[str] | None = None) -> bool:
+        """Whether a node is a number that follows from the sizes of symbols (of `known` ones): a
+        constant, or a product of symbols. ``L - 1`` and ``L ** 0.5`` are not."""
+        value = self.values.get(node)
+        if value is None or not is_number(value):
+            return False
+        if node not in self.varying:
+            return True
+        symbols = {s for size in map(self.size, as_sizes(value)) for s in size.symbols}
+        return bool(symbols) and (known is None or symbols <= set(known))
+
     def shape(self, node: Node) -> tuple[Size, ...]:
         """The shape of a node's value as products of symbols."""
         return tuple(self.size(s) for s in self.values[node].shape)
@@ -118,8 +140,12 @@ def find_roles(capture: Capture) -> Roles:
     """Give every dimension and every literal size its role. Raises `Refused` where none fits."""
     if capture.columns < 2:
         raise Refused(f"the batch has L = {capture.columns} column: there is nothing to pack")
+    from .inplace import find_mutations
+
     with compat.fake_tensors():
-        return _Solver(capture).solve()
+        roles = _Solver(capture).solve()
+        roles.mutations = find_mutations(capture, roles)
+    return roles
 
 
 @dataclass
@@ -142,7 +168,7 @@ class _Solver:
         self.spare = iter(primes[2:])
         self.roles.captured = {"L": capture.columns, "B": capture.rows}
         # One row needs no symbol: the flat graph is the captured graph with one row.
-        self.roles.primes = {"L": primes[0]} | ({"B": primes[1]} if capture.rows > 1 else {})
+        self.roles.primes = ({"B": primes[1]} if capture.rows > 1 else {}) | {"L": primes[0]}
         self.domains: dict[tuple[str, int, int], Slice] = {}
 
     def _primes(self) -> list[int]:
@@ -158,7 +184,7 @@ class _Solver:
         depends: dict[Node, int] = {}  # the choice points a node depends on, as a bit set
         conflict: dict[int, int] = {}
         problem: dict[int, str] = {}
-        position, budget = 0, 40 * len(nodes) + 4000
+        position, deepest, budget = 0, 0, 40 * len(nodes) + 4000
         while position < len(nodes):
             node, budget = nodes[position], budget - 1
             before = 0
@@ -173,18 +199,23 @@ class _Solver:
                 try:
                     value = self._run(node, reading)
                 except Exception as error:  # the operation does not work at these sizes
-                    problem[position] = f"{type(error).__name__}: {str(error).splitlines()[0][:160]}"
+                    problem[position] = (
+                        f"{type(error).__name__}: {str(error).splitlines()[0][:160]}"
+                    )
                     continue
                 if self._fits(node, value):
                     self._keep(node, reading, value)
                     break
             else:
                 back = conflict[position]
+                deepest = max(deepest, position)
                 if not back or budget < 0:
+                    node = nodes[deepest]
                     raise Refused(
-                        f"no reading of the sizes fits {describe(node)}, {where(node)} (captured with "
-                        f"B = {self.capture.rows}, L = {self.capture.columns}"
-                        + (f"; {problem[position]})" if position in problem else ")")
+                        f"no reading of the sizes fits {describe(node)}, {where(node)} (captured "
+                        f"with B = {self.capture.rows}, L = {self.capture.columns}"
+                        + (f"; {problem[deepest]})" if deepest in problem else ")")
+                        + hint(node)
                     )
                 latest = back.bit_length() - 1
                 conflict[latest] |= back & ~(1 << latest)
@@ -193,11 +224,30 @@ class _Solver:
                 position = latest
                 continue
             position += 1
+        self._find_varying()
         return self.roles
+
+    def _find_varying(self) -> None:
+        """Numbers made from sizes that are not the same in every batch."""
+        roles = self.roles
+        for node in self.capture.nodes:
+            value = roles.values[node]
+            if not is_number(value) or node in roles.pinned:
+                continue
+            operands = [roles.values[n] for n in self.capture.operands(node)]
+            from_numbers = bool(operands) and all(is_number(v) for v in operands)
+            if from_numbers and node.target is not operator.getitem:
+                varies = any(n in roles.varying for n in self.capture.operands(node))
+            else:  # an input, a tensor's size or shape, or an entry of its shape
+                varies = any(roles.size(s).symbols for s in as_sizes(value))
+            if varies:
+                roles.varying.add(node)
 
     def _run(self, node: Node, reading: _Reading) -> Any:
         roles = self.roles
-        args, kwargs = _map((reading.args, reading.kwargs), lambda s: roles.at(s, roles.primes))
+        args, kwargs = map_sizes(
+            (reading.args, reading.kwargs), lambda s: roles.at(s, roles.primes)
+        )
         if node.op in ("placeholder", "get_attr"):
             (value,) = args
             return value() if callable(value) else value
@@ -205,11 +255,11 @@ class _Solver:
         if node.target in STATE:
             return None
         if reading.cut is not None:
-            return _cut(args, *((reading.cut[0], roles.primes[reading.cut[1].symbol])))
+            return cut_table(args, *((reading.cut[0], roles.primes[reading.cut[1].symbol])))
         if reading.table is not None:
             base, index = args
             wide = torch.zeros(roles.primes["L"], dtype=torch.int64, device=base.device)
-            return _cut((base.index_select(reading.table, wide), index), reading.table, None)
+            return cut_table((base.index_select(reading.table, wide), index), reading.table, None)
         if node.op == "call_method":
             if node.target == "item" and node in roles.pinned:
                 return roles.pinned[node]
@@ -228,7 +278,7 @@ class _Solver:
     def _fits(self, node: Node, value: Any) -> bool:
         """Whether the value has the captured shape, once the symbols have their captured sizes."""
         expected = node.meta.get("example_value")
-        values, wanted = _tensors(value), _tensors(expected)
+        values, wanted = tensors(value), tensors(expected)
         if expected is None or len(values) != len(wanted):
             return True
         for got, want in zip(values, wanted, strict=True):
@@ -283,7 +333,9 @@ class _Solver:
         token = item.shape[:2] == (self.capture.rows, self.capture.columns)
         slots = [self._candidates(s, ("B", "L")) for s in item.shape[2 * token :]]
         if token:
-            slots = [[self._candidates(s, (n,))[0]] for s, n in zip(item.shape, "BL")] + slots
+            slots = [
+                [self._candidates(s, (n,))[0]] for s, n in zip(item.shape, "BL", strict=False)
+            ] + slots
         shapes = _fewest_repeats(slots)
         for shape in shapes:
             sizes = [self.roles.at(s, self.roles.primes) for s in shape]
@@ -295,7 +347,8 @@ class _Solver:
         if re.search(r"\.(size\(\)|shape)\[\d+\]$", source):
             sizes = self._candidates(captured, ("B", "L"))
             return [self.roles.at(s, self.roles.primes) for s in sizes]
-        # An int that the caller passes may be another one at the next call: never read it as B or L.
+        # An int that the caller passes may be another one at the next call: never read it as B or
+        # L.
         return [self.roles.primes[self._symbol(captured)]]
 
     def _symbol(self, captured: int) -> str:
@@ -319,7 +372,21 @@ class _Solver:
                 for s in order
                 if s != "B" and roles.captured["B"] * roles.captured[s] == literal
             ]
-        return found + [Size(literal)]
+        found.append(Size(literal))
+        for symbols in (("B",), ("L",), ("B", "L")):  # a merge such as B * heads
+            if all(s in roles.primes for s in symbols):
+                one = math.prod(roles.captured[s] for s in symbols)
+                if literal > one > 1 and literal % one == 0:
+                    found.append(Size(literal // one, symbols))
+        return found
+
+    def _either(self, size: Size) -> list[Size]:
+        """The symbols that the SymInt of one may stand for: Dynamo has one for equal sizes."""
+        if size.coefficient != 1 or len(size.symbols) != 1:
+            return [size]
+        captured = self.roles.captured
+        others = [s for s in self.roles.primes if captured[s] == captured[size.symbols[0]]]
+        return list(dict.fromkeys([size, *(Size(1, (s,)) for s in others)]))
 
     def _literals(self, node: Node, first: tuple[str, ...]) -> list[_Reading]:
         """Readings of a node whose ints are sizes; ints from SymInts are read by their value."""
@@ -329,21 +396,25 @@ class _Solver:
             if isinstance(arg, Node):
                 arg = self.capture.resolve(arg)
                 value = self.roles.values.get(arg) if isinstance(arg, Node) else None
-                slots.extend([self.roles.size(s)] for s in _as_sizes(value))
+                slots.extend(self._either(self.roles.size(s)) for s in as_sizes(value))
             elif type(arg) is int:
                 slots.append(self._candidates(arg, first))
             elif isinstance(arg, (tuple, list)):
                 for item in arg:
                     visit(item)
 
-        sized_kwargs = {k: v for k, v in node.kwargs.items() if k in ("size", "sizes", "shape", "end")}
-        skip = 1 if node.op == "call_method" or node.target in (torch.reshape, torch.unflatten) else 0
-        visit(node.args[skip:])
+        sized_kwargs = {
+            k: v for k, v in node.kwargs.items() if k in ("size", "sizes", "shape", "end")
+        }
+        low = _BEFORE_SIZES.get(node.target, int(node.op == "call_method"))
+        high = low + 1 if node.target in _ONE_ARGUMENT else len(node.args)
+        visit(node.args[low:high])
         visit(list(sized_kwargs.values()))
         return [
-            _Reading(node.args[:skip] + args, {**node.kwargs, **kwargs})
+            _Reading(node.args[:low] + args + node.args[high:], {**node.kwargs, **kwargs})
             for args, kwargs in (
-                self._fill((node.args[skip:], sized_kwargs), shape) for shape in _fewest_repeats(slots)
+                self._fill((node.args[low:high], sized_kwargs), shape)
+                for shape in _fewest_repeats(slots)
             )
         ]
 
@@ -353,7 +424,7 @@ class _Solver:
         def fill(arg: Any) -> Any:
             if isinstance(arg, Node):
                 value = self.roles.values.get(self.capture.resolve(arg))
-                sizes = tuple(next(left) for _ in _as_sizes(value))
+                sizes = tuple(next(left) for _ in as_sizes(value))
                 return arg if not sizes else sizes[0] if type(value) is int else sizes
             if type(arg) is int:
                 return next(left)
@@ -388,7 +459,8 @@ class _Solver:
                     return [reading, plain] if literal else [reading]
             elif not size.symbols and item.start in (None, 0) and item.stop is not None:
                 stop = self._values(item.stop)
-                if isinstance(item.stop, Node) and self.roles.size(stop) == Size(1, ("L",)):
+                line = Size(1, ("L",))
+                if isinstance(item.stop, Node) and line in self._either(self.roles.size(stop)):
                     return [_Reading(node.args, node.kwargs, table=dim)]
                 if type(item.stop) is int and item.stop == self.capture.columns:
                     return [plain, _Reading(node.args, node.kwargs, table=dim)]
@@ -425,7 +497,8 @@ class _Solver:
 
 
 def index_dims(index: tuple, rank: int) -> list[int | None] | None:
-    """The dimension that each item of an index refers to (None for new axes); None if it has tensors."""
+    """The dimension that each item of an index refers to (None for new axes); None if it has
+    tensors."""
     if any(isinstance(i, (Node, torch.Tensor, list)) for i in index):
         return None
     used = sum(i is not None and i is not Ellipsis for i in index)
@@ -443,8 +516,9 @@ def index_dims(index: tuple, rank: int) -> list[int | None] | None:
     return dims
 
 
-def _cut(args: tuple, dim: int, length: int | None) -> torch.Tensor:
-    """``args[0][args[1]]``, with the slice at `dim` replaced by the first `length` entries (or all)."""
+def cut_table(args: tuple, dim: int, length: int | None) -> torch.Tensor:
+    """``args[0][args[1]]``, with the slice at `dim` replaced by the first `length` entries (or
+    all)."""
     base, index = args
     index = index if isinstance(index, tuple) else (index,)
     dims = index_dims(index, base.dim())
@@ -479,9 +553,11 @@ def _profile(roles: Roles, shape: Any) -> list[Any]:
     profile: list[Any] = [1]
     for size in map(roles.size, shape):
         if len(size.symbols) > 1:
-            merged = tuple(sorted(size.symbols, key=["B", "L"].index)) if set(
-                size.symbols
-            ) <= {"B", "L"} else size.symbols
+            merged = (
+                tuple(sorted(size.symbols, key=["B", "L"].index))
+                if set(size.symbols) <= {"B", "L"}
+                else size.symbols
+            )
             for symbol in merged:
                 profile += [symbol, 1]
         elif size.symbols:
@@ -512,18 +588,18 @@ def _fake(tensor: torch.Tensor, sizes: list[int] | None = None) -> Any:
     return lambda: torch.empty(shape, dtype=dtype, device=device)
 
 
-def _map(args: Any, fn: Callable[[Size], int]) -> Any:
+def map_sizes(args: Any, fn: Callable[[Size], int]) -> Any:
     """Replace every `Size` in nested arguments."""
     if isinstance(args, Size):
         return fn(args)
     if type(args) in (tuple, list):
-        return type(args)(_map(a, fn) for a in args)
+        return type(args)(map_sizes(a, fn) for a in args)
     if isinstance(args, dict):
-        return {k: _map(v, fn) for k, v in args.items()}
+        return {k: map_sizes(v, fn) for k, v in args.items()}
     return args
 
 
-def _as_sizes(value: Any) -> tuple[int, ...]:
+def as_sizes(value: Any) -> tuple[int, ...]:
     """The ints of an int or of a shape; nothing for anything else."""
     if type(value) is int:
         return (value,)
@@ -533,7 +609,8 @@ def _as_sizes(value: Any) -> tuple[int, ...]:
 
 
 def is_number(value: Any) -> bool:
-    """Whether a node's value is a size, a shape or a scalar, which the flat graph has as a constant."""
+    """Whether a node's value is a size, a shape or a scalar, which the flat graph has as a
+    constant."""
     if isinstance(value, (tuple, list)):
         return all(is_number(v) for v in value)
     return isinstance(value, (bool, int, float, torch.dtype, torch.device))
@@ -543,13 +620,13 @@ def _map_nodes(arg: Any, fn: Callable[[Node], Any]) -> Any:
     return map_arg(arg, fn)
 
 
-def _tensors(value: Any) -> list[torch.Tensor]:
+def tensors(value: Any) -> list[torch.Tensor]:
     if isinstance(value, torch.Tensor):
         return [value]
     if isinstance(value, (tuple, list)):
-        return [t for v in value for t in _tensors(v)]
+        return [t for v in value for t in tensors(v)]
     return []
 
 
 def _sizes(value: Any) -> set[int]:
-    return {compat.size_hint(s) for t in _tensors(value) for s in t.shape}
+    return {compat.size_hint(s) for t in tensors(value) for s in t.shape}

@@ -1,17 +1,19 @@
 """The proof that, attention aside, every operation treats each token on its own.
 
 Every live node is run on fake tensors at prime sizes, and each ATen operation that it makes is
-checked: it must be known, and must leave the token dimensions alone (element by element, or as batch
-dimensions). The layout of a tensor says, dimension by dimension, which symbols it holds, in order:
+checked: it must be known, and must leave the token dimensions alone (element by element, or as
+batch dimensions). The layout of a tensor says, dimension by dimension, which symbols it holds, in
+order:
 
     hidden [B, L, 64]  ->  view(-1, 64)  [(B, L), 64]  ->  mm  [(B, L), 96]      token-wise
-    hidden [B, L, 64]  ->  mean(dim=1)                                            mixes tokens: refused
+    hidden [B, L, 64]  ->  mean(dim=1)                                   mixes tokens: refused
 
 The world is closed: an operation that is not listed here refuses the graph.
 """
 
 from __future__ import annotations
 
+import operator
 from collections.abc import Callable
 from typing import Any
 
@@ -24,7 +26,8 @@ from .. import compat
 from ..capture import Capture
 from ..errors import Refused, describe, where
 from .attention import Attention
-from .roles import STATE, Roles, Size, _as_sizes, _cut, _map
+from .hints import hint
+from .roles import STATE, Roles, Size, as_sizes, cut_table, index_dims, map_sizes, tensors
 
 Layout = tuple[tuple[Any, ...], ...]  # for each dimension its factors: symbols, and plain ints > 1
 
@@ -33,8 +36,11 @@ class Mixes(Exception):
     """An ATen operation that is not known to treat each token on its own; ``str()`` says how."""
 
 
-def prove(capture: Capture, roles: Roles, live: list[Node], attention: list[Attention]) -> dict[Node, Layout]:
-    """The layout of every live tensor. Raises `Refused`, naming the first operation that may mix."""
+def prove(
+    capture: Capture, roles: Roles, live: list[Node], attention: list[Attention]
+) -> dict[Node, Layout]:
+    """The layout of every live tensor. Raises `Refused`, naming the first operation that may
+    mix."""
     by_node = {a.node: a for a in attention}
     layouts: dict[Node, Layout] = {}
     with compat.fake_tensors():
@@ -44,8 +50,7 @@ def prove(capture: Capture, roles: Roles, live: list[Node], attention: list[Atte
             try:
                 values[node] = _value(capture, roles, node, values, by_node, checker)
             except Mixes as found:
-                hint = _hint(node)
-                raise Refused(f"{describe(node)} {found}, {where(node)}{hint}") from None
+                raise Refused(f"{describe(node)} {found}, {where(node)}{hint(node)}") from None
             if isinstance(values[node], torch.Tensor):
                 layouts[node] = checker.layout(values[node])
                 _no_pairs(layouts[node], node)
@@ -56,18 +61,9 @@ def _no_pairs(layout: Layout, node: Node) -> None:
     symbols = [f for factors in layout for f in factors if isinstance(f, str)]
     if len(symbols) != len(set(symbols)):
         raise Refused(
-            f"{describe(node)} makes a token-by-token matrix that is not part of an attention that is "
-            f"understood, {where(node)}"
+            f"{describe(node)} makes a token-by-token matrix that is not part of an attention "
+            f"that is understood, {where(node)}"
         )
-
-
-def _hint(node: Node) -> str:
-    stack = " ".join(str(v) for v in (node.meta.get("nn_module_stack") or {}).values()).lower()
-    if any(word in stack for word in ("mamba", "rwkv", "recurrent", "linear_attn", "deltanet", "conv")):
-        return "; recurrent, convolutional and linear-attention layers are not supported"
-    if any(word in stack for word in ("moe", "expert", "router")):
-        return "; mixture-of-experts routing across tokens is not supported"
-    return ""
 
 
 def _value(
@@ -87,14 +83,20 @@ def _value(
     known = roles.values[node]
     if node in attention:
         return checker.named(torch.empty_like(known))
-    args, kwargs = _map(roles.args[node], lambda s: roles.at(s, roles.primes))
+    _no_sizes(capture, roles, node)
+    args, kwargs = map_sizes(roles.args[node], lambda s: roles.at(s, roles.primes))
     args, kwargs = map_arg(
         (args, kwargs),
-        lambda n: map_arg(capture.resolve(n), lambda r: values[r] if r in values else roles.values[r]),
+        lambda n: map_arg(
+            capture.resolve(n), lambda r: values[r] if r in values else roles.values[r]
+        ),
     )
     if node in roles.slices:
         dim, cut = roles.slices[node]
         base = args[0]
+        if cut.symbol == cut.parent:  # as long as the sequence, or longer
+            with checker:
+                return cut_table(args, dim, None)
         shape = list(base.shape)
         shape[dim] = roles.primes[cut.symbol]
         shorter = base.new_empty(shape)
@@ -102,22 +104,24 @@ def _value(
         layout[dim] = (cut.symbol,)
         checker.set(shorter, tuple(layout))
         with checker:
-            return _cut((shorter, args[1]), dim, None)
+            return cut_table((shorter, args[1]), dim, None)
     if node in roles.tables:
         dim = roles.tables[node]
         shape = list(args[0].shape)
         shape[dim] = roles.primes["L"]
         table = checker.named(args[0].new_empty(shape))
         with checker:
-            return _cut((table, args[1]), dim, None)
+            return cut_table((table, args[1]), dim, None)
     if node.target is torch.arange and isinstance(known, torch.Tensor):
         size = roles.size(known.shape[0])
         if "B" in size.symbols:
             raise Mixes("numbers the rows of the batch")
         if size.symbols:
-            _arange_start(roles, node)
+            _count_positions(roles, node)
+            checker.positional.add(node)
             return checker.named(torch.empty_like(known))
-    _no_sizes(capture, roles, node)
+    _no_random(node)
+    _no_lengths(capture, roles, node, checker)
     with checker:
         if node.op == "call_method":
             return getattr(args[0], node.target)(*args[1:], **kwargs)
@@ -131,57 +135,139 @@ def _placeholder(capture: Capture, roles: Roles, node: Node, checker: _Checker) 
         symbols = {f for factors in checker.layout(layout) for f in factors if isinstance(f, str)}
         if "B" in symbols and "L" not in symbols:
             raise Refused(
-                f"the input {item.source} of shape {list(item.shape)} has one entry a row, not one a "
-                "token, which is not supported"
+                f"the input {item.source} of shape {list(item.shape)} has one entry a row, not "
+                f"one a token, which is not supported"
             )
         if "B" in roles.primes and "L" in symbols and "B" not in symbols and item.shape[0] != 1:
             raise Refused(
-                f"the input {item.source} of shape {list(item.shape)} has one entry a column, not one a "
-                "token; pass it as [B, L]"
+                f"the input {item.source} of shape {list(item.shape)} has one entry a column, not "
+                f"one a token; pass it as [B, L]"
             )
     return value
 
 
-def _arange_start(roles: Roles, node: Node) -> int:
-    """Where an arange over the sequence starts; it must count one by one."""
+def _count_positions(roles: Roles, node: Node) -> None:
+    """An arange over the sequence must count it one by one from 0."""
     args, kwargs = roles.args[node]
     if len(args) > 2 or "step" in kwargs:
         raise Mixes("numbers the sequence in steps")
-    start = args[0] if len(args) == 2 else kwargs.get("start", 0)
-    start = start.coefficient if isinstance(start, Size) and not start.symbols else start
-    if type(start) is not int:
-        raise Mixes("numbers the sequence from a start that is not a constant")
-    end = args[-1] if args else kwargs["end"]
-    if not isinstance(end, Size) or start:
+    start, end = (
+        args[0] if len(args) == 2 else kwargs.get("start", 0),
+        (*args[-1:], kwargs.get("end"))[0],
+    )
+    if start not in (0, Size(0)):
         raise Mixes("numbers the sequence from a start other than 0")
-    return start
+    if roles.size(roles.values[node].shape[0]) != Size(1, ("L",)) or not isinstance(
+        end, (Size, Node)
+    ):
+        raise Mixes("numbers a part of the sequence")
 
 
 def _no_sizes(capture: Capture, roles: Roles, node: Node) -> None:
-    """Refuse arithmetic with B or L as a number: the flat graph knows neither."""
+    """Refuse arithmetic with B, L or a caller's int as a number: the flat graph knows none of them.
 
-    def check(arg: Node) -> None:
-        resolved = capture.resolve(arg)
-        value = roles.values.get(resolved) if isinstance(resolved, Node) else None
-        for size in map(roles.size, _as_sizes(value)):
-            if size.symbols:
-                raise Mixes(f"computes with the size {size} as a number")
+    They may only be sizes of a shape, and the ends of a slice along the sequence.
+    """
+    kept: list[Node] = []
+    map_arg(roles.args[node], lambda n: kept.append(capture.resolve(n)))
+    if node in roles.slices or node in roles.tables:
+        dim = roles.slices[node][0] if node in roles.slices else roles.tables[node]
+        kept = _nodes_beside(capture, roles, node, dim)
+    for number in capture.operands(node):
+        if number not in roles.varying:
+            continue
+        value = roles.values[number]
+        if type(value) is not int and not isinstance(value, (tuple, list)):
+            raise Mixes("computes with a number made from the batch's sizes")
+        if number in kept or not roles.exact(number):
+            if (node in roles.slices or node in roles.tables) and number not in kept:
+                continue
+            sizes = [str(s) for s in map(roles.size, as_sizes(value)) if s.symbols]
+            what = (
+                f"the size {' and '.join(sizes)}"
+                if sizes
+                else "a number made from the batch's sizes"
+            )
+            raise Mixes(f"computes with {what} as a number")
 
-    map_arg(roles.args[node], check)
+
+def _nodes_beside(capture: Capture, roles: Roles, node: Node, dim: int) -> list[Node]:
+    """What an index reads besides the ends of its slice along `dim`."""
+    base, index = roles.args[node][0]
+    index = index if isinstance(index, tuple) else (index,)
+    dims = index_dims(index, roles.values[capture.resolve(base)].dim()) or ()
+    found: list[Node] = []
+    for item, at in zip(index, dims, strict=True):
+        if at != dim:
+            map_arg(item, lambda n: found.append(capture.resolve(n)))
+    return found
+
+
+def _no_random(node: Node) -> None:
+    """Random numbers, but for dropout, cannot be the same for packed tokens."""
+    name = node.target if isinstance(node.target, str) else getattr(node.target, "__name__", "")
+    if node.target in _DROPOUTS or not any(word in name for word in _RANDOM):
+        return
+    raise Mixes("draws random numbers, which packed tokens would draw differently")
+
+
+_DROPOUTS = {torch.nn.functional.dropout}
+_RANDOM = ("rand", "bernoulli", "dropout", "normal", "uniform", "exponential", "multinomial", "poisson",
+           "cauchy", "geometric", "gumbel", "rrelu")  # fmt: skip
+
+
+def _no_lengths(capture: Capture, roles: Roles, node: Node, checker: _Checker) -> None:
+    """Refuse to compute with the positions and a number that looks like L, as in ``L - 1 -
+    arange(L)``.
+
+    Where L was a literal at capture, that is all that is left of it.
+    """
+    operands = [n for n in capture.operands(node) if tensors(roles.values[n])]
+    if not operands or not all(n in checker.positional for n in operands):
+        return
+    checker.positional.add(node)
+    if (
+        node in roles.tables
+        or isinstance(known := roles.values[node], (tuple, list))
+        or not tensors(known)
+    ):
+        return
+    if node.op == "call_function" and node.target is operator.getitem:
+        return
+    length = roles.captured["L"]
+    if length <= 2:
+        return
+    for number in _plain_numbers(roles.args[node]):
+        readings = (abs(number), 1 / abs(number)) if number else ()
+        near = (length - 1, length, length + 1)
+        if any(abs(reading - n) < 1e-6 * n for reading in readings for n in near):
+            raise Mixes(
+                f"computes with the positions and the number {number:g}, which may be made from "
+                f"the length L = {length}"
+            )
+
+
+def _plain_numbers(args: Any) -> list[float]:
+    if isinstance(args, (int, float)) and not isinstance(args, bool):
+        return [args]
+    if isinstance(args, (tuple, list)):
+        return [n for a in args for n in _plain_numbers(a)]
+    return [n for a in args.values() for n in _plain_numbers(a)] if isinstance(args, dict) else []
 
 
 # -- the closed world of ATen operations -----------------------------------------------------------
 
 _ALSO_POINTWISE = {
     "_to_copy", "clone", "copy", "copy_", "detach", "alias", "lift_fresh", "lift_fresh_copy",
-    "native_dropout", "bernoulli", "bernoulli_", "fill", "fill_", "zero_", "empty_like", "zeros_like",
-    "ones_like", "full_like", "where", "masked_fill", "masked_fill_", "_conj", "real", "view_as_real",
-    "isnan", "isinf", "nan_to_num", "_local_scalar_dense",
+    "native_dropout", "bernoulli", "bernoulli_", "fill", "fill_", "zero_", "empty_like",
+    "zeros_like", "ones_like", "full_like", "where", "masked_fill", "masked_fill_", "_conj",
+    "real", "view_as_real", "isnan", "isinf", "nan_to_num", "_local_scalar_dense",
 }  # fmt: skip
 _REDUCTIONS = {
-    "sum", "mean", "amax", "amin", "argmax", "argmin", "max", "min", "prod", "any", "all", "var", "std",
-    "var_mean", "logsumexp", "norm", "linalg_vector_norm", "median", "_softmax", "_log_softmax", "cumsum",
-    "cumprod", "logcumsumexp", "sort", "topk", "aminmax", "softmax", "log_softmax", "_safe_softmax",
+    "sum", "mean", "amax", "amin", "argmax", "argmin", "max", "min", "prod", "any", "all", "var",
+    "std", "var_mean", "logsumexp", "norm", "linalg_vector_norm", "median", "_softmax",
+    "_log_softmax", "cumsum", "cumprod", "logcumsumexp", "sort", "topk", "aminmax", "softmax",
+    "log_softmax", "_safe_softmax",
 }  # fmt: skip
 _RESHAPES = {"view", "_unsafe_view", "reshape", "_reshape_alias", "_reshape_copy"}
 _FACTORIES = {
@@ -196,6 +282,7 @@ class _Checker(TorchDispatchMode):
     def __init__(self, roles: Roles) -> None:
         super().__init__()
         self.roles = roles
+        self.positional: set[Node] = set()  # nodes whose value depends on the positions alone
 
     # layouts live on the tensors; a tensor without one holds no token symbol, or takes it by size
     def set(self, tensor: torch.Tensor, layout: Layout) -> torch.Tensor:
@@ -203,7 +290,8 @@ class _Checker(TorchDispatchMode):
         return tensor
 
     def named(self, tensor: torch.Tensor) -> torch.Tensor:
-        """Give a tensor the layout that its sizes say: one symbol, or a plain number, a dimension."""
+        """Give a tensor the layout that its sizes say: one symbol, or a plain number, a
+        dimension."""
         layout = []
         for size in map(self.roles.size, tensor.shape):
             if len(size.symbols) > 1 or (size.symbols and size.coefficient != 1):
@@ -240,8 +328,12 @@ class _Checker(TorchDispatchMode):
         return out
 
     def broadcast(self, *args: Any) -> Layout:
-        """The layout of an elementwise result: in each dimension, that of the operands not of size 1."""
-        layouts = [self.layout(t) for t in _tensors(args)]
+        """The layout of an elementwise result: in each dimension, that of the operands not of size
+        1."""
+        return self.joined([self.layout(t) for t in _tensors(args)])
+
+    def joined(self, layouts: list[Layout]) -> Layout:
+        """The layout that tensors of these layouts broadcast to."""
         rank = max((len(lay) for lay in layouts), default=0)
         merged = []
         for dim in range(rank):
@@ -398,9 +490,11 @@ def _cat(checker, given, outs):
             _keep_off(layout, [dim], "joins tensors along the tokens")
         if layout[:dim] + layout[dim + 1 :] != layouts[0][:dim] + layouts[0][dim + 1 :]:
             raise Mixes("joins tensors that number the tokens differently")
-    return [layouts[0][:dim] + (_plain(outs[0].shape[dim]),) + layouts[0][dim + 1 :]] if len(
-        layouts
-    ) > 1 else [layouts[0]]
+    return (
+        [layouts[0][:dim] + (_plain(outs[0].shape[dim]),) + layouts[0][dim + 1 :]]
+        if len(layouts) > 1
+        else [layouts[0]]
+    )
 
 
 @_rule("constant_pad_nd", "flip", "roll")
@@ -414,9 +508,7 @@ def _pad(checker, given, outs):
         dims = given["dims"] or list(range(tensor.dim()))
     _keep_off(layout, dims, "moves tokens along the sequence")
     return [
-        tuple(
-            f if _symbols(f) else _plain(s) for f, s in zip(layout, outs[0].shape, strict=True)
-        )
+        tuple(f if _symbols(f) else _plain(s) for f, s in zip(layout, outs[0].shape, strict=True))
     ]
 
 
@@ -449,6 +541,8 @@ def _product(checker, given, outs):
     symbols = [s for factors in layout for s in _symbols(factors)]
     if len(symbols) != len(set(symbols)):
         raise Mixes("multiplies every token with every other (outside an attention)")
+    if any(t is not pair[0] and t is not pair[1] for t in [given.get("self")] if _is_tensor(t)):
+        checker.joined([checker.layout(given["self"]), layout])  # what is added to the product
     return [layout]
 
 
@@ -462,7 +556,11 @@ def _reduce(checker, given, outs):
     if dims is None and "k" in given or dims is None and "descending" in given:
         dims = -1
     dims = list(range(len(layout))) if dims is None or dims == [] else dims
-    dims = [d % max(len(layout), 1) for d in ([dims] if isinstance(dims, int) else dims)] if layout else []
+    dims = (
+        [d % max(len(layout), 1) for d in ([dims] if isinstance(dims, int) else dims)]
+        if layout
+        else []
+    )
     _keep_off(layout, dims, "sums, compares or normalises over the tokens")
     results = []
     for out in outs:
@@ -488,6 +586,8 @@ def _layer_norm(checker, given, outs):
 def _embedding(checker, given, outs):
     weight = checker.layout(given["weight"])
     _keep_off(weight, [0, 1], "looks up tokens by index")
+    if given.get("scale_grad_by_freq"):
+        raise Mixes("scales gradients by how often a token occurs in the batch")
     return [checker.layout(given["indices"]) + (weight[1],)]
 
 
@@ -566,8 +666,4 @@ def _is_tensor(value: Any) -> bool:
 
 
 def _tensors(value: Any) -> list[torch.Tensor]:
-    if _is_tensor(value):
-        return [value]
-    if isinstance(value, (tuple, list)):
-        return [t for v in value for t in _tensors(v)]
-    return [t for v in value.values() for t in _tensors(v)] if isinstance(value, dict) else []
+    return tensors(list(value.values()) if isinstance(value, dict) else value)

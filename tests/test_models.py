@@ -1,0 +1,295 @@
+"""Real model code, packed: values and every gradient against each row run alone."""
+
+from __future__ import annotations
+
+import pytest
+import tiny
+import torch
+from packing import (
+    assert_gradients,
+    assert_packed,
+    gradients,
+    pack,
+    shared_batch,
+    stored_tokens,
+)
+from torch import Tensor
+
+LAYOUTS = ("varlen", "prefix", "auto")
+MODELS = [
+    (family, attention)
+    for family in ("llama", "qwen2", "qwen3", "mistral", "gpt2")
+    for attention in ("sdpa", "eager")
+] + [("gemma2", "eager")]
+KEEP = 17  # columns whose logits are wanted: the longest completion and the end of its prompt
+
+
+def project(logits: Tensor, mask: Tensor, seed: int = 1) -> Tensor:
+    """A random projection of the logits of real tokens; `mask` is cut to the columns there are."""
+    weights = torch.randn(
+        logits.shape, generator=tiny.generator(seed), dtype=torch.float64
+    ).to(logits.dtype)
+    return (logits * weights * mask[:, -logits.shape[1] :, None]).sum()
+
+
+def assert_padded_shape(got: Tensor, like: Tensor, mask: Tensor) -> None:
+    """The shape and dtype that the padded model gives, and zeros where there is no token."""
+    assert got.shape == like.shape and got.dtype == like.dtype
+    assert bool((got[~mask[:, -got.shape[1] :].bool()] == 0).all())
+
+
+def close(got: Tensor, want: Tensor, mask: Tensor, tolerance: float) -> None:
+    real = mask[:, -got.shape[1] :].bool()
+    difference = (got[real] - want[real]).detach().abs()
+    assert not difference.numel() or float(difference.max()) < tolerance, float(difference.max())
+
+
+@pytest.mark.parametrize("layout", LAYOUTS)
+@pytest.mark.parametrize(("family", "attention"), MODELS)
+def test_equals_each_row_alone(family, attention, layout):
+    model = tiny.build(family, attn_implementation=attention)
+    packed = pack(model, layout=layout)
+    for seed, padding in enumerate(tiny.PADDINGS):
+        ids, mask = shared_batch(padding, seed=seed)
+        with torch.no_grad():
+            padded = model(ids, attention_mask=mask, use_cache=False, logits_to_keep=KEEP).logits
+        got = packed(
+            input_ids=ids, attention_mask=mask, use_cache=False, logits_to_keep=KEEP
+        ).logits
+        assert_packed(layout, ids, mask)
+        want = tiny.per_row(model, ids, mask, logits_to_keep=KEEP)
+        assert_padded_shape(got, padded, mask)
+        close(got, want, mask, 2e-5)
+        assert_gradients(
+            gradients(model, project(got, mask)), gradients(model, project(want, mask)), 2e-5
+        )
+
+
+@pytest.mark.parametrize("layout", LAYOUTS)
+@pytest.mark.parametrize("attention", ("sdpa", "eager"))
+def test_captured_positions_equal_the_padded_forward(attention, layout):
+    model = tiny.build("gpt2", attn_implementation=attention)
+    packed = pack(model, layout=layout, positions="captured")
+    differs = 0.0
+    for seed, padding in enumerate(tiny.PADDINGS):
+        ids, mask = shared_batch(padding, seed=seed)
+        columns = torch.arange(ids.shape[1]).expand_as(ids)
+        got = packed(input_ids=ids, attention_mask=mask, use_cache=False).logits
+        assert_packed(layout, ids, mask, columns)
+        want = model(ids, attention_mask=mask, use_cache=False).logits
+        assert_padded_shape(got, want, mask)
+        close(got, want, mask, 2e-5)
+        assert_gradients(
+            gradients(model, project(got, mask)), gradients(model, project(want, mask)), 2e-5
+        )
+        alone = tiny.per_row(model, ids, mask)
+        differs = max(differs, float((alone - want)[mask.bool()].detach().abs().max()))
+    assert differs > 0.1  # the two meanings of a position do differ in this model
+
+
+# -- float64, on a decoder that stays in it --------------------------------------------------------
+
+DECODERS = [
+    dict(positions=positions, table=table, attention=attention, **heads)
+    for positions in ("rotary", "learned")
+    for table in ("slice", "arange")
+    for attention in ("mask", "causal")
+    for heads in (
+        {"kv_heads": 4},
+        {"kv_heads": 2},
+        {"kv_heads": 2, "enable_gqa": True},
+        {"kv_heads": 1},
+    )
+]
+
+
+@pytest.mark.parametrize("flags", DECODERS, ids=lambda f: "-".join(map(str, f.values())))
+def test_float64(flags):
+    model = tiny.PlainDecoder(**flags).double()
+    packed = pack(model, layout="prefix", dynamic=False)
+    blind = flags["attention"] == "causal"  # sees no mask: a pad is a token like any other
+    for padding in ("right", "none") if blind else ("left", "holes"):
+        ids, mask = shared_batch(padding)
+        mask = torch.ones_like(mask) if blind else mask
+        got = packed(ids, mask, logits_to_keep=KEEP)
+        assert_packed("prefix", ids, mask)
+        want = tiny.per_row(model, ids, mask, logits_to_keep=KEEP)
+        assert got.dtype == torch.float64
+        assert_padded_shape(got, want, mask)
+        close(got, want, mask, 1e-10)
+        assert_gradients(
+            gradients(model, project(got, mask)), gradients(model, project(want, mask)), 1e-10
+        )
+
+
+@pytest.mark.parametrize("positions", ("rotary", "learned"))
+def test_float64_with_positions_from_the_caller(positions):
+    model = tiny.PlainDecoder(positions=positions).double()
+    packed = pack(model)
+    ids, mask = shared_batch("both")
+    given = (torch.arange(ids.shape[1]) * 3 + 1).expand_as(ids).contiguous()
+    got = packed(ids, mask, position_ids=given)
+    assert_packed("auto", ids, mask, given)
+    want = tiny.per_row(model, ids, mask, position_ids=given)
+    close(got, want, mask, 1e-10)
+    assert_gradients(
+        gradients(model, project(got, mask)), gradients(model, project(want, mask)), 1e-10
+    )
+
+
+# -- bfloat16 --------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("family", ("llama", "qwen3", "gpt2"))
+def test_bfloat16_is_within_the_noise(family):
+    model = tiny.build(family, initializer_range=0.05).bfloat16()
+    ids, mask = shared_batch("right")  # padding on the right moves no token, for any model
+    got = pack(model, layout="prefix")(input_ids=ids, attention_mask=mask, use_cache=False).logits
+    assert_packed("prefix", ids, mask)
+    assert got.dtype == torch.bfloat16
+    alone = tiny.per_row(model, ids, mask)
+    padded = model(ids, attention_mask=mask, use_cache=False).logits
+    real = mask.bool()
+    noise = float((alone - padded)[real].float().abs().max())
+    error = float((got - alone)[real].float().abs().max())
+    assert 0 < error < 3 * noise, (error, noise)
+    grads = [gradients(model, project(x, mask)) for x in (got, alone, padded)]
+    for name, want in grads[1].items():
+        size = float(want.float().norm())
+        noise = float((grads[2][name] - want).float().norm()) / size
+        error = float((grads[0][name] - want).float().norm()) / size
+        assert error < 3 * max(noise, 2**-8), (name, error, noise)
+
+
+# -- other ways in and out -------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("keep", (0, 1, KEEP, 26, 40))
+@pytest.mark.parametrize("family", ("llama", "gpt2"))
+def test_logits_to_keep(family, keep):
+    model = tiny.build(family)
+    packed = pack(model)
+    for padding in ("left", "right"):
+        ids, mask = shared_batch(padding)
+        with torch.no_grad():
+            padded = model(ids, attention_mask=mask, use_cache=False, logits_to_keep=keep).logits
+            got = packed(
+                input_ids=ids, attention_mask=mask, use_cache=False, logits_to_keep=keep
+            ).logits
+            want = tiny.per_row(model, ids, mask)[:, -padded.shape[1] :]
+        assert_packed("auto", ids, mask)
+        assert_padded_shape(got, padded, mask)
+        close(got, want, mask, 2e-5)
+
+
+@pytest.mark.parametrize("family", ("llama", "mistral", "gpt2"))
+def test_without_an_attention_mask_every_token_is_real(family):
+    model = tiny.build(family)
+    ids, _ = shared_batch("none")
+    mask = torch.ones_like(ids)
+    got = pack(model)(input_ids=ids, use_cache=False).logits
+    assert_packed("auto", ids, mask)
+    want = tiny.per_row(model, ids, mask)
+    close(got, want, mask, 2e-5)
+    assert_gradients(
+        gradients(model, project(got, mask)), gradients(model, project(want, mask)), 2e-5
+    )
+
+
+@pytest.mark.parametrize("family", ("llama", "gpt2"))
+def test_position_ids_are_used_as_given(family):
+    model = tiny.build(family)
+    packed = pack(model)
+    ids, mask = shared_batch("left")
+    from_zero = (mask.cumsum(1) - 1).clamp_min(0)
+    for given in (from_zero, from_zero * 2 + 3):
+        got = packed(
+            input_ids=ids, attention_mask=mask, position_ids=given, use_cache=False
+        ).logits
+        assert_packed("auto", ids, mask, given)
+        want = tiny.per_row(model, ids, mask, position_ids=given)
+        close(got, want, mask, 2e-5)
+
+
+def test_positions_that_differ_between_rows_are_not_shared():
+    model = tiny.build("llama")
+    ids, mask = shared_batch("left")
+    given = (mask.cumsum(1) - 1).clamp_min(0)
+    given[1] += 1
+    got = pack(model, layout="prefix")(
+        input_ids=ids, attention_mask=mask, position_ids=given, use_cache=False
+    ).logits
+    graph = assert_packed("prefix", ids, mask, given)
+    assert graph.last.run_tokens > stored_tokens(ids, mask)
+    close(got, tiny.per_row(model, ids, mask, position_ids=given), mask, 2e-5)
+
+
+@pytest.mark.parametrize("family", ("llama", "gpt2"))
+def test_hidden_states_are_outputs_too(family):
+    model = tiny.build(family)
+    ids, mask = shared_batch("both")
+    kw = dict(use_cache=False, output_hidden_states=True, logits_to_keep=KEEP)
+    padded = model(ids, attention_mask=mask, **kw)  # first: transformers installs its hooks here
+    out = pack(model)(input_ids=ids, attention_mask=mask, **kw)
+    assert_packed("auto", ids, mask)
+    assert len(out.hidden_states) == len(padded.hidden_states) == 3
+    for depth, (got, like) in enumerate(zip(out.hidden_states, padded.hidden_states, strict=True)):
+
+        def alone(*args, depth=depth, **kwargs):
+            return model(*args, use_cache=False, output_hidden_states=True, **kwargs).hidden_states[
+                depth
+            ]
+
+        assert_padded_shape(got, like, mask)
+        close(got, tiny.per_row(alone, ids, mask), mask, 2e-5)
+    close(out.logits, tiny.per_row(model, ids, mask, logits_to_keep=KEEP), mask, 2e-5)
+
+
+@pytest.mark.parametrize("family", ("llama", "qwen3", "mistral", "gpt2"))
+def test_a_base_model_returns_hidden_states(family):
+    model = tiny.build(family).base_model
+    ids, mask = shared_batch("left")
+    got = pack(model)(input_ids=ids, attention_mask=mask, use_cache=False).last_hidden_state
+    assert_packed("auto", ids, mask)
+    want = tiny.per_row(model, ids, mask)
+    assert_padded_shape(got, want, mask)
+    close(got, want, mask, 2e-5)
+    assert_gradients(
+        gradients(model, project(got, mask)), gradients(model, project(want, mask)), 2e-5
+    )
+
+
+@pytest.mark.parametrize("layout", LAYOUTS)
+@pytest.mark.parametrize("family", ("llama", "gpt2"))
+def test_embeddings_instead_of_ids(family, layout):
+    model = tiny.build(family)
+    packed = pack(model, layout=layout)
+    ids, mask = shared_batch("left")
+    want = tiny.per_row(model, ids, mask)
+    embeddings = model.get_input_embeddings()(ids)
+    got = packed(inputs_embeds=embeddings, attention_mask=mask, use_cache=False).logits
+    assert_packed(layout, ids, mask)  # equal ids have embeddings that are equal bit for bit
+    assert_padded_shape(got, want, mask)
+    close(got, want, mask, 2e-5)
+    assert_gradients(
+        gradients(model, project(got, mask)), gradients(model, project(want, mask)), 2e-5
+    )
+
+
+def test_real_rollouts(rollouts):
+    ids, mask, keep = (rollouts[k] for k in ("input_ids", "attention_mask", "logits_to_keep"))
+    model = tiny.build("llama", vocab_size=int(ids.max()) + 1, hidden_size=32, initializer_range=0.3)
+    packed = pack(model)
+    got = packed(
+        input_ids=ids, attention_mask=mask, use_cache=False, logits_to_keep=keep
+    ).logits
+    assert_packed("auto", ids, mask)
+    want = tiny.per_row(model, ids, mask, logits_to_keep=keep)
+    close(got, want, mask, 2e-5)
+    targets = ids[:, -keep:].where(mask[:, -keep:].bool(), 0)
+
+    def score(logits: Tensor) -> Tensor:
+        logps = logits.log_softmax(-1).gather(-1, targets[..., None]).squeeze(-1)
+        return (logps * mask[:, -keep:]).sum()
+
+    assert_gradients(gradients(model, score(got)), gradients(model, score(want)), 2e-5)
