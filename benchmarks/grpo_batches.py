@@ -157,7 +157,8 @@ def main() -> None:
             options = None if way is None else {**way, **inner}
             if options is None and device == "cpu":
                 torch.compiler.set_stance("force_eager")
-            result, got = run(name, (TOY if args.toy else BATCHES)[name], model, options, args.repeats, device)
+            spec = (TOY if args.toy else BATCHES)[name]
+            result, got = run(name, spec, model, options, args.repeats, device)
             torch.compiler.set_stance("default")
             padded, logps = (result, got) if padded is None else (padded, logps)
             result["max_logp_difference"] = float((got - logps).abs().max())
@@ -166,9 +167,9 @@ def main() -> None:
                 result[f"{key.split('_')[0]}_ratio"] = padded[key] / max(result[key], 1e-9)
             results.append(result)
             print(json.dumps(result), flush=True)
-    if args.out:
-        args.out.parent.mkdir(parents=True, exist_ok=True)
-        args.out.write_text(json.dumps(head | {"results": results}, indent=1) + "\n")
+            if args.out:  # each time: a run that is cut short keeps what it measured
+                args.out.parent.mkdir(parents=True, exist_ok=True)
+                args.out.write_text(json.dumps(head | {"results": results}, indent=1) + "\n")
 
 
 if __name__ == "__main__":

@@ -99,8 +99,8 @@ def real_tensors() -> Iterator[None]:
 
 def guard_on_switch() -> None:
     """Make Dynamo guard the frame being compiled on ``fx_packing.switch.ENABLED``."""
-    from torch._dynamo.source import AttrSource, ImportSource
     from torch._dynamo.guards import GuardBuilder, install_guard
+    from torch._dynamo.source import AttrSource, ImportSource
     from torch._guards import TracingContext
 
     if TracingContext.try_get() is None:

@@ -254,11 +254,12 @@ def _codes(keys: Sequence[Tensor], column: Tensor, size: Tensor) -> Tensor:
     """``[L, B]`` int64 in ``0..B``: at each depth, equal where all keys are; 0 past a row's end."""
     rows, columns = column.shape
     real = torch.arange(columns, device=column.device)[:, None] < size
-    for number, key in enumerate(keys):
+    codes = None
+    for key in keys:
         if key.dim() == 3 or key.is_floating_point():
             key = _vector_codes(key.reshape(rows, columns, -1))
         values = _dense_rank(key.gather(1, column).T.long())
-        codes = _dense_rank(codes * rows + values) if number else values
+        codes = values if codes is None else _dense_rank(codes * rows + values)
     return (codes + 1) * real
 
 

@@ -137,7 +137,7 @@ def _controls(plan: Plan, packed: Packed) -> Iterator[Plan]:
     none = torch.where(real, plan.run_tokens, plan.end)
     starts = torch.cat([torch.zeros_like(plan.starts[1:]), plan.starts[-1:]])
     yield dataclasses.replace(plan, end=none, starts=starts, longest=plan.run_tokens, _memo={})
-    piece = max(1, min((a.window or plan.longest for a in packed.analysis.attention)) // 2)
+    piece = max(1, min(a.window or plan.longest for a in packed.analysis.attention) // 2)
     cut = torch.where(real, ((every[:-1] // piece + 1) * piece).clamp_max(plan.run_tokens), plan.end)
     starts = torch.cat([every[: plan.run_tokens : piece], plan.starts[-1:]])
     yield dataclasses.replace(plan, end=cut, starts=starts, longest=piece, _memo={})

@@ -27,7 +27,8 @@ _IN_PLACE_OPERATORS = {
 }  # fmt: skip
 # A view of the captured tensor may be a copy of the flat one, or the other way round.
 _MAYBE_VIEWS = {
-    "reshape", "reshape_as", "flatten", "contiguous", torch.reshape, torch.flatten, torch.ravel, "ravel",
+    "reshape", "reshape_as", "flatten", "contiguous", torch.reshape, torch.flatten,
+    torch.ravel, "ravel",
 }  # fmt: skip
 
 

@@ -212,8 +212,8 @@ def _no_random(node: Node) -> None:
 
 
 _DROPOUTS = {torch.nn.functional.dropout}
-_RANDOM = ("rand", "bernoulli", "dropout", "normal", "uniform", "exponential", "multinomial", "poisson",
-           "cauchy", "geometric", "gumbel", "rrelu")  # fmt: skip
+_RANDOM = ("rand", "bernoulli", "dropout", "normal", "uniform", "exponential",
+           "multinomial", "poisson",            "cauchy", "geometric", "gumbel", "rrelu")  # fmt: skip
 
 
 def _no_lengths(capture: Capture, roles: Roles, node: Node, checker: _Checker) -> None:
@@ -594,7 +594,8 @@ def _embedding(checker, given, outs):
 @_rule("index_select", "gather")
 def _gather(checker, given, outs):
     source, index, dim = (
-        checker.layout(given["self"]), checker.layout(given["index"]), given["dim"] % given["self"].dim()
+        checker.layout(given["self"]), checker.layout(given["index"]),
+        given["dim"] % given["self"].dim(),
     )  # fmt: skip
     _keep_off(source, [dim], "looks up tokens by index")
     if len(index) == 1 and len(source) != 1:
