@@ -197,6 +197,8 @@ class Packed:
         return keys
 
     def _plan(self, batch: Batch, layout: str) -> Plan:
+        if layout == "auto" and torch.is_grad_enabled() and self._embeddings_need_gradients(batch):
+            layout = "varlen"  # a shared token would give all its gradient to one of its rows
         keys = self._keys(batch) if layout != "varlen" else []
         reads = [r for s, r in batch.reads.items() if s != "L"]
         sources = [batch.args[i.index] for i in self._tokens]
@@ -211,6 +213,9 @@ class Packed:
         if any(plan.flags):
             raise Fallback("the padding mask has values other than 0 and 1")
         return plan
+
+    def _embeddings_need_gradients(self, batch: Batch) -> bool:
+        return any(batch.args[i.index].requires_grad for i in self._tokens)
 
     def _flat(self, plan: Plan, batch: Batch) -> tuple[str, FlatGraph]:
         first = self.analysis.attention[0]
@@ -378,10 +383,31 @@ def _gather(batch: Batch, plan: Plan, value: Tensor) -> Tensor:
 def _scatter(result: Tensor, slot: Tensor, kind: str) -> Tensor:
     """[B, n, ...] (or [B * n, ...]) from [1, S, ...]: zeros where there is no token."""
     flat = result.flatten(0, 1) if kind == "padded" else result
-    out = flat.index_select(0, slot.clamp_min(0).flatten())
-    missing = (slot < 0).flatten().view(-1, *[1] * (out.dim() - 1))
-    out = out.masked_fill_(missing, 0)
+    out = _Scatter.apply(flat, slot.flatten())
     return out.unflatten(0, slot.shape) if kind == "padded" else out
+
+
+class _Scatter(torch.autograd.Function):
+    """Rows of `flat` by index, zeros at -1; the gradients of a row read several times (the last
+    token of a shared prompt, by each completion) are summed in at least float32 and rounded once.
+    """
+
+    @staticmethod
+    def forward(ctx: Any, flat: Tensor, index: Tensor) -> Tensor:
+        ctx.save_for_backward(index)
+        ctx.rows = flat.shape[0]
+        missing = (index < 0).view(-1, *[1] * (flat.dim() - 1))
+        return flat.index_select(0, index.clamp_min(0)).masked_fill_(missing, 0)
+
+    @staticmethod
+    @torch.autograd.function.once_differentiable
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:
+        (index,) = ctx.saved_tensors
+        wide = torch.promote_types(grad.dtype, torch.float32)
+        # One more row takes what belongs to no token.
+        total = grad.new_zeros(ctx.rows + 1, *grad.shape[1:], dtype=wide)
+        total.index_add_(0, torch.where(index < 0, ctx.rows, index), grad.to(wide))
+        return total[: ctx.rows].to(grad.dtype), None
 
 
 class _PlanCache:

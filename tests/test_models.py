@@ -16,11 +16,17 @@ from packing import (
 from torch import Tensor
 
 LAYOUTS = ("varlen", "prefix", "auto")
+# Eager attention differs from SDPA in how it is captured, not in its layouts: one will do every day.
 MODELS = [
-    (family, attention)
-    for family in ("llama", "qwen2", "qwen3", "mistral", "gpt2")
+    pytest.param(
+        family, attention, layout,
+        marks=[pytest.mark.slow] if attention == "eager" and layout != "auto" else [],
+    )
+    for family in ("llama", "qwen2", "qwen3", "mistral", "gpt2", "gemma2")
     for attention in ("sdpa", "eager")
-] + [("gemma2", "eager")]
+    for layout in LAYOUTS
+    if (family, attention) != ("gemma2", "sdpa")  # which transformers does not offer
+]  # fmt: skip
 KEEP = 17  # columns whose logits are wanted: the longest completion and the end of its prompt
 
 
@@ -44,13 +50,13 @@ def close(got: Tensor, want: Tensor, mask: Tensor, tolerance: float) -> None:
     assert not difference.numel() or float(difference.max()) < tolerance, float(difference.max())
 
 
-@pytest.mark.parametrize("layout", LAYOUTS)
-@pytest.mark.parametrize(("family", "attention"), MODELS)
+@pytest.mark.parametrize(("family", "attention", "layout"), MODELS)
 def test_equals_each_row_alone(family, attention, layout):
     model = tiny.build(family, attn_implementation=attention)
     packed = pack(model, layout=layout)
-    for seed, padding in enumerate(tiny.PADDINGS):
-        ids, mask = shared_batch(padding, seed=seed)
+    batches = [shared_batch(padding, seed=seed) for seed, padding in enumerate(tiny.PADDINGS)]
+    batches.append(tiny.batch("both", rows=7, length=26, seed=1))  # nothing to share
+    for ids, mask in batches:
         with torch.no_grad():
             padded = model(ids, attention_mask=mask, use_cache=False, logits_to_keep=KEEP).logits
         got = packed(
@@ -65,8 +71,10 @@ def test_equals_each_row_alone(family, attention, layout):
         )
 
 
-@pytest.mark.parametrize("layout", LAYOUTS)
-@pytest.mark.parametrize("attention", ("sdpa", "eager"))
+@pytest.mark.parametrize(
+    ("attention", "layout"),
+    [("sdpa", "varlen"), ("sdpa", "prefix"), ("sdpa", "auto"), ("eager", "auto")],
+)
 def test_captured_positions_equal_the_padded_forward(attention, layout):
     model = tiny.build("gpt2", attn_implementation=attention)
     packed = pack(model, layout=layout, positions="captured")
@@ -90,16 +98,14 @@ def test_captured_positions_equal_the_padded_forward(attention, layout):
 # -- float64, on a decoder that stays in it --------------------------------------------------------
 
 DECODERS = [
-    dict(positions=positions, table=table, attention=attention, **heads)
+    dict(positions=positions, table=table, attention=attention, kv_heads=2)
     for positions in ("rotary", "learned")
     for table in ("slice", "arange")
     for attention in ("mask", "causal")
-    for heads in (
-        {"kv_heads": 4},
-        {"kv_heads": 2},
-        {"kv_heads": 2, "enable_gqa": True},
-        {"kv_heads": 1},
-    )
+] + [
+    dict(positions="rotary", table="slice", attention=attention, **heads)
+    for attention in ("mask", "causal")
+    for heads in ({"kv_heads": 4}, {"kv_heads": 2, "enable_gqa": True}, {"kv_heads": 1})
 ]
 
 
@@ -150,8 +156,8 @@ def test_bfloat16_is_within_the_noise(family):
     alone = tiny.per_row(model, ids, mask)
     padded = model(ids, attention_mask=mask, use_cache=False).logits
     real = mask.bool()
-    noise = float((alone - padded)[real].float().abs().max())
-    error = float((got - alone)[real].float().abs().max())
+    noise = float((alone - padded)[real].detach().float().abs().max())
+    error = float((got - alone)[real].detach().float().abs().max())
     assert 0 < error < 3 * noise, (error, noise)
     grads = [gradients(model, project(x, mask)) for x in (got, alone, padded)]
     for name, want in grads[1].items():
