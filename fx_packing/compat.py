@@ -139,6 +139,13 @@ def count(key: str) -> None:
     counters["grpo_pack"][key] += 1
 
 
+def forget_counts() -> None:
+    """Drop the counts; ``torch._dynamo.reset`` keeps its own."""
+    from torch._dynamo.utils import counters
+
+    counters.pop("grpo_pack", None)
+
+
 def ddp_is_splitting() -> bool:
     """Whether Dynamo's DDPOptimizer is cutting the graphs being compiled at DDP's buckets."""
     from torch.nn.parallel import DistributedDataParallel
@@ -151,31 +158,42 @@ def ddp_is_splitting() -> bool:
 
 @contextlib.contextmanager
 def depyf_repaired() -> Iterator[None]:
-    """Let depyf's loader accept the arguments of torch's (depyf 0.20 lacks ``set_sys_modules``).
+    """Repair depyf 0.20 where it breaks, and do nothing where it does not.
 
-    Does nothing where depyf's loader already takes them.
+    Its loader lacks an argument of torch's (``set_sys_modules``). And where a forward's arguments are
+    used in a comprehension, rebuilding its bytecode recurses without end on Python before 3.12, for
+    any backend; told that this is a syntax error, depyf keeps Dynamo's own bytecode.
     """
     import functools
     import inspect
 
+    import depyf.decompiler as decompiler
     import depyf.explain.enable_debugging as enabling
     import depyf.explain.patched_load_by_key_path as patched
 
-    name = "patched_load_by_key_path"
-    original = getattr(patched, name, None)
-    if original is None or "set_sys_modules" in inspect.signature(original).parameters:
-        yield
-        return
+    replaced: list[tuple[Any, str, Any]] = []
+    original = getattr(patched, "patched_load_by_key_path", None)
+    if original and "set_sys_modules" not in inspect.signature(original).parameters:
 
-    @functools.wraps(original)
-    def load(key: str, path: str, linemap: Any = None, attrs: Any = None, **_: Any) -> Any:
-        return original(key, path, linemap, attrs)
+        @functools.wraps(original)
+        def load(key: str, path: str, linemap: Any = None, attrs: Any = None, **_: Any) -> Any:
+            return original(key, path, linemap, attrs)
 
-    holders = [m for m in (patched, enabling) if getattr(m, name, None) is original]
-    for holder in holders:
-        setattr(holder, name, load)
-    try:
+        replaced += [(m, original.__name__, load) for m in (patched, enabling)]
+    rebuild = getattr(decompiler, "fix_irregular_code", None)
+    if rebuild:
+
+        @functools.wraps(rebuild)
+        def bounded(*args: Any, **kwargs: Any) -> Any:
+            try:
+                return rebuild(*args, **kwargs)
+            except RecursionError:
+                raise SyntaxError("depyf cannot rebuild this function's bytecode") from None
+
+        replaced.append((decompiler, "fix_irregular_code", bounded))
+    with contextlib.ExitStack() as undo:
+        for holder, name, repaired in replaced:
+            if hasattr(holder, name):
+                undo.callback(setattr, holder, name, getattr(holder, name))
+                setattr(holder, name, repaired)
         yield
-    finally:
-        for holder in holders:
-            setattr(holder, name, original)

@@ -7,8 +7,10 @@ import logging
 import threading
 import warnings
 from collections import deque
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass, field, replace
 from typing import Any
+
+from . import compat
 
 log = logging.getLogger(__name__.rpartition(".")[0])
 
@@ -72,6 +74,7 @@ class GraphReport:
         """Record one execution."""
         self.runs[run.layout] = self.runs.get(run.layout, 0) + 1
         self.last = run
+        _list(self)  # a compiled callable outlives a `reset`
         log.debug("%s ran %s", self.name, run)
 
 
@@ -148,11 +151,23 @@ def report() -> Report:
         return Report(list(_graphs))
 
 
+def _list(graph: GraphReport) -> None:
+    with _lock:
+        if not any(g is graph for g in _graphs):
+            _graphs.append(graph)
+
+
 def forget() -> None:
-    """Drop all records, and let each warning be given once more."""
+    """Drop all records and counts, and let each warning be given once more."""
     with _lock:
         _graphs.clear()
         _warned.clear()
+    compat.forget_counts()
+
+
+def fresh(graph: GraphReport) -> GraphReport:
+    """The record of the same captured graph with nothing run yet."""
+    return replace(graph, runs={}, last=None, verifications=[], compiles={})
 
 
 def drop(graphs: list[GraphReport]) -> None:
