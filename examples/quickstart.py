@@ -260,7 +260,7 @@ def main(argv: list[str] | None = None) -> int:
     parser.add_argument("--model", help="a name or path that transformers can load")
     parser.add_argument("--device", default="cpu")
     parser.add_argument("--dtype", default="float32", choices=list(TOLERANCE))
-    parser.add_argument("--layouts", default="varlen", help="comma separated (default: varlen)")
+    parser.add_argument("--layouts", default="varlen,prefix", help="comma separated (default: %(default)s)")
     parser.add_argument(
         "--inner", default="aot_eager", help="compiles both sides: aot_eager (quick), inductor"
     )

@@ -132,11 +132,11 @@ def dump_graph(name: str, gm: GraphModule) -> None:
     utils.lazy_format_graph_code(name, gm)
 
 
-def count(key: str) -> None:
-    """Add one to ``torch._dynamo.utils.counters["grpo_pack"][key]``."""
+def count(key: str, times: int = 1) -> None:
+    """Add `times` to ``torch._dynamo.utils.counters["grpo_pack"][key]``."""
     from torch._dynamo.utils import counters
 
-    counters["grpo_pack"][key] += 1
+    counters["grpo_pack"][key] += times
 
 
 def forget_counts() -> None:
@@ -167,7 +167,7 @@ def depyf_repaired() -> Iterator[None]:
     import functools
     import inspect
 
-    import depyf.decompiler as decompiler
+    import depyf.code_transform as code_transform
     import depyf.explain.enable_debugging as enabling
     import depyf.explain.patched_load_by_key_path as patched
 
@@ -180,7 +180,7 @@ def depyf_repaired() -> Iterator[None]:
             return original(key, path, linemap, attrs)
 
         replaced += [(m, original.__name__, load) for m in (patched, enabling)]
-    rebuild = getattr(decompiler, "fix_irregular_code", None)
+    rebuild = getattr(code_transform, "fix_irregular_code", None)
     if rebuild:
 
         @functools.wraps(rebuild)
@@ -190,7 +190,7 @@ def depyf_repaired() -> Iterator[None]:
             except RecursionError:
                 raise SyntaxError("depyf cannot rebuild this function's bytecode") from None
 
-        replaced.append((decompiler, "fix_irregular_code", bounded))
+        replaced.append((code_transform, "fix_irregular_code", bounded))
     with contextlib.ExitStack() as undo:
         for holder, name, repaired in replaced:
             if hasattr(holder, name):

@@ -171,11 +171,15 @@ def fresh(graph: GraphReport) -> GraphReport:
 
 
 def drop(graphs: list[GraphReport]) -> None:
-    """Take records out of `report()`."""
+    """Take records out of `report()`, and what they counted out of the counts."""
     with _lock:
         kept = [g for g in _graphs if not any(g is d for d in graphs)]
         _graphs.clear()
         _graphs.extend(kept)
+    for graph in graphs:
+        compat.count("rewritten" if graph.rewritten else "refused", -1)
+        for layout, times in graph.runs.items():
+            compat.count(f"ran_{layout}", -times)
 
 
 def warn_once(key: str, message: str) -> None:

@@ -53,6 +53,13 @@ class Packed:
         self._tokens = [i for i in user if i.shape[:2] == shape]
         self._flat_tokens: list[int] | None = None
         self._modules = [i.index for i in self.capture.inputs if i.kind == "module"]
+        _alive.add(self)
+
+    def forget(self) -> None:
+        """As if nothing had run yet."""
+        self.verdicts.clear()
+        self._off.clear()
+        self.record = report.fresh(self.record)
 
     # -- the way through ---------------------------------------------------------------------------
 
@@ -201,10 +208,17 @@ class Packed:
             layout = "varlen"  # a shared token would give all its gradient to one of its rows
         keys = self._keys(batch) if layout != "varlen" else []
         reads = [r for s, r in batch.reads.items() if s != "L"]
-        sources = [batch.args[i.index] for i in self._tokens]
+        # What the plan is made of, first of all; two graphs may read the same tensors differently.
+        padding = next((a.mask for a in self.analysis.attention if a.mask is not None), None)
+        read = [padding.index if padding else -1, *(self._flat_tokens or () if keys else ())]
+        sources = [batch.args[i] for i in read if i >= 0]
+        sources += [batch.args[i.index] for i in self._tokens]
         plan = _plans.get(
             sources,
-            (layout, self.options.positions, self.options.min_sharing, tuple(reads), tuple(map(len, keys))),
+            (
+                layout, self.options.positions, self.options.min_sharing, tuple(reads),
+                padding is None, len(read),
+            ),
             lambda: make_plan(
                 batch.mask, keys, layout=layout, min_sharing=self.options.min_sharing, reads=reads,
                 flags=batch.flags,
@@ -441,9 +455,14 @@ class _PlanCache:
 _plans = _PlanCache()
 
 
+_alive: weakref.WeakSet[Any] = weakref.WeakSet()
+
+
 def forget() -> None:
-    """Drop cached plans."""
+    """Drop cached plans, and what the callables that Dynamo may still hold have seen so far."""
     _plans.clear()
+    for compiled in list(_alive):
+        compiled.forget()
 
 
 class AsCaptured:
@@ -451,6 +470,11 @@ class AsCaptured:
 
     def __init__(self, compiled: Any, record: report.GraphReport, reason: str) -> None:
         self.compiled, self.record, self.reason = compiled, record, reason
+        _alive.add(self)
+
+    def forget(self) -> None:
+        """As if nothing had run yet."""
+        self.record = report.fresh(self.record)
 
     def __call__(self, *args: Any) -> Any:
         result = self.compiled(*args)
