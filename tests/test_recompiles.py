@@ -101,7 +101,7 @@ def assert_packed_once(graph, batch) -> str:
     return graph.last.layout
 
 
-@pytest.mark.parametrize("family", ("llama", "gpt2"))
+@pytest.mark.parametrize("family", ("llama", pytest.param("gpt2", marks=pytest.mark.slow)))
 def test_twenty_shapes_with_gradients_and_without(family):
     model = tiny.build(family)
     packed = pack(model)
@@ -161,7 +161,7 @@ def test_compiled_in_place():
     assert_right(tiny.build("llama"), batch, got.detach())
 
 
-@pytest.mark.parametrize("family", ("llama", "gpt2"))
+@pytest.mark.parametrize("family", ("llama", pytest.param("gpt2", marks=pytest.mark.slow)))
 def test_generate_gives_the_same_tokens(family):
     model = tiny.build(family)
     batch = tiny.group_batch().ids[:, :9], tiny.group_batch().mask[:, :9]
@@ -250,7 +250,10 @@ def saved_elements(run) -> tuple[int, torch.Tensor]:
     return sum(t.untyped_storage().nbytes() // t.element_size() for t in kept.values()), result
 
 
-@pytest.mark.parametrize(("family", "how"), (("llama", "eager"), ("gpt2", "aot_eager")))
+@pytest.mark.parametrize(
+    ("family", "how"),
+    (("llama", "eager"), pytest.param("gpt2", "aot_eager", marks=pytest.mark.slow)),
+)
 def test_checkpointing_is_packed_and_stays_checkpointing(family, how):
     deep = {"n_layer": 3} if family == "gpt2" else {"num_hidden_layers": 3}
     batch = shared_batch("left", length=40)
