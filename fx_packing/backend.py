@@ -118,7 +118,7 @@ def explain(fn_or_model: Callable[..., Any], *args: Any, **kwargs: Any) -> repor
     # A code object of its own: Dynamo's cache entries go with it, the model's own stay as they are.
     explained = inner.own_function(target, "explained")
     try:
-        with torch.no_grad():
+        with torch.no_grad(), inner.kept_as_it_was():
             torch.compile(explained, backend=backend)(*args, **kwargs)
     finally:
         report.drop(graphs)

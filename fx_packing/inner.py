@@ -10,7 +10,8 @@ import itertools
 import threading
 import types
 from collections import OrderedDict
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from typing import Any
 
 import torch
@@ -71,6 +72,19 @@ def compile_flat(flat: FlatGraph, inner: str) -> Compiled:
                 _flats.popitem(last=False)
         _flats.move_to_end(key)
         return _flats[key]
+
+
+@contextmanager
+def kept_as_it_was() -> Iterator[None]:
+    """Drop afterwards the flat graphs that were compiled inside."""
+    with _lock:
+        known = set(_flats)
+    try:
+        yield
+    finally:
+        with _lock:
+            for key in set(_flats) - known:
+                del _flats[key]
 
 
 def forget() -> None:

@@ -12,6 +12,7 @@ import torch
 import fx_packing
 
 HERE = Path(__file__).parent
+torch.set_num_threads(1)  # the tests' models are too small for two
 
 
 @pytest.fixture(autouse=True)
