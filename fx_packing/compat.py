@@ -12,7 +12,17 @@ from collections.abc import Callable, Iterator
 from typing import Any
 
 import torch
+from torch._dynamo.exc import ShortenTraceback
 from torch.fx import GraphModule, Node
+
+
+class LeavesDynamo(ShortenTraceback):
+    """An exception of a backend that reaches the user as it is; Dynamo wraps any other kind into
+    ``BackendCompilerFailed``, where ``except ValueError`` and the like do not see it.
+    """
+
+    def __init__(self, message: str) -> None:
+        super().__init__(message, first_useful_frame=None)
 
 
 def lookup_backend(name: str) -> Callable[..., Any]:

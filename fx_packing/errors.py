@@ -10,13 +10,19 @@ import re
 
 from torch.fx import Node
 
+from .compat import LeavesDynamo
+
 
 class Refused(Exception):
     """A captured graph cannot be proven packable; ``str()`` is the reason, for people."""
 
 
-class PackingError(RuntimeError):
-    """Raised to the caller instead of a fallback when ``on_refuse="raise"``."""
+class PackingError(LeavesDynamo):
+    """Raised to the caller instead of a fallback when ``on_refuse="raise"``. A RuntimeError."""
+
+
+class OptionError(LeavesDynamo, ValueError):
+    """A ValueError about options."""
 
 
 def where(node: Node) -> str:

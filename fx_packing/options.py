@@ -8,6 +8,8 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
+from .errors import OptionError
+
 
 def _one_of(*names: str) -> tuple[str, Callable[[Any], bool]]:
     return "one of " + ", ".join(map(repr, names)), lambda v: isinstance(v, str) and v in names
@@ -66,19 +68,19 @@ class Options:
             if name not in _VALID:
                 near = difflib.get_close_matches(str(name), _VALID, n=1, cutoff=0.4)
                 hint = f" Did you mean {near[0]!r}?" if near else ""
-                raise ValueError(
+                raise OptionError(
                     f"grpo_pack: unknown option {name!r}.{hint} Valid options: {', '.join(_VALID)}."
                 )
             text, valid = _VALID[name]
             if not valid(value):
                 near = difflib.get_close_matches(str(value), text.replace("'", "").split(", "), n=1)
                 hint = f" Did you mean {near[0].removeprefix('one of ')!r}?" if near else ""
-                raise ValueError(
+                raise OptionError(
                     f"grpo_pack: option {name!r} must be {text}, got {value!r}.{hint}"
                 )
         parsed = cls(**options)
         if parsed.mini_batch_rows is not None and parsed.max_tokens is not None:
-            raise ValueError(
+            raise OptionError(
                 "grpo_pack: give either 'mini_batch_rows' or 'max_tokens', not both "
                 f"(got {parsed.mini_batch_rows} and {parsed.max_tokens})."
             )
@@ -96,7 +98,7 @@ def _check_inner(name: str) -> None:
     from .compat import lookup_backend
 
     if name == "grpo_pack":
-        raise ValueError("grpo_pack: option 'inner' must be another backend than 'grpo_pack'.")
+        raise OptionError("grpo_pack: option 'inner' must be another backend than 'grpo_pack'.")
     try:
         lookup_backend(name)
     except InvalidBackend:
@@ -105,6 +107,6 @@ def _check_inner(name: str) -> None:
         known = sorted(torch._dynamo.list_backends(exclude_tags=()))
         near = difflib.get_close_matches(name, known, n=1)
         hint = f" Did you mean {near[0]!r}?" if near else ""
-        raise ValueError(
+        raise OptionError(
             f"grpo_pack: option 'inner' names no backend: {name!r}.{hint} Known: {', '.join(known)}."
         ) from None

@@ -95,7 +95,10 @@ class Report:
 
 
 def _lines(graph: GraphReport) -> str:
-    lines = [f"{graph.name}: {'packed' if graph.rewritten else 'runs as captured'}"]
+    state = "packed" if graph.rewritten else "runs as captured"
+    if graph.rewritten and graph.last is not None and graph.last.layout == "padded":
+        state = "can be packed, but last ran as captured"
+    lines = [f"{graph.name}: {state}"]
     if graph.reason:
         lines.append(f"  reason        {graph.reason}")
     kinds: dict[str, int] = {}

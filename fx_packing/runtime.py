@@ -99,7 +99,7 @@ class Packed:
         self.record.ran(
             report.Run(
                 plan.layout, batch.rows, batch.rows * batch.columns, plan.real_tokens, sum(sizes),
-                None, kernel, len(sizes),
+                self._not_shared(batch), kernel, len(sizes),
             )
         )  # fmt: skip
         compat.count(f"ran_{plan.layout}")
@@ -204,7 +204,7 @@ class Packed:
         return keys
 
     def _plan(self, batch: Batch, layout: str) -> Plan:
-        if layout == "auto" and torch.is_grad_enabled() and self._embeddings_need_gradients(batch):
+        if torch.is_grad_enabled() and self._embeddings_need_gradients(batch):
             layout = "varlen"  # a shared token would give all its gradient to one of its rows
         keys = self._keys(batch) if layout != "varlen" else []
         reads = [r for s, r in batch.reads.items() if s != "L"]
@@ -227,6 +227,14 @@ class Packed:
         if any(plan.flags):
             raise Fallback("the padding mask has values other than 0 and 1")
         return plan
+
+    def _not_shared(self, batch: Batch) -> str | None:
+        if self.options.layout in ("auto", "prefix") and torch.is_grad_enabled():
+            if self._embeddings_need_gradients(batch):
+                return (
+                    "prefixes are not shared: the embeddings passed in need gradients, each row its own"
+                )
+        return None
 
     def _embeddings_need_gradients(self, batch: Batch) -> bool:
         return any(batch.args[i.index].requires_grad for i in self._tokens)

@@ -15,6 +15,8 @@ from packing import (
 )
 from torch import Tensor
 
+import fx_packing
+
 LAYOUTS = ("varlen", "prefix", "auto")
 # "auto" runs both layouts, by the batch; that the others hold to theirs is seen on three every day.
 MODELS = [
@@ -297,7 +299,8 @@ def test_embeddings_instead_of_ids(family, layout):
     close(got, want, mask, 2e-5)
     got = packed(inputs_embeds=embeddings, attention_mask=mask, use_cache=False).logits
     # A shared token would hand its whole gradient to the embedding of one of its rows.
-    assert_packed("varlen" if layout == "auto" else layout, ids, mask)
+    reason = None if layout == "varlen" else "need gradients"
+    assert_packed("varlen", ids, mask, reason=reason)
     assert_padded_shape(got, want, mask)
     close(got, want, mask, 2e-5)
     assert_gradients(
@@ -322,3 +325,21 @@ def test_real_rollouts(rollouts):
         return (logps * mask[:, -keep:]).sum()
 
     assert_gradients(gradients(model, score(got)), gradients(model, score(want)), 2e-5)
+
+
+@pytest.mark.parametrize("layout", ["auto", "prefix"])
+def test_each_row_of_embeddings_gets_its_own_gradient(layout):
+    """A shared token would give the gradient of all its rows to one of them."""
+    model, (ids, mask) = tiny.build("llama"), shared_batch("left")[:2]
+    embeddings = model.get_input_embeddings()(ids).detach().requires_grad_()
+    projection = torch.randn(*ids.shape, model.config.vocab_size, generator=tiny.generator())
+
+    def gradient(run):
+        logits = run(inputs_embeds=embeddings, attention_mask=mask, use_cache=False).logits
+        (got,) = torch.autograd.grad((logits * projection * mask[..., None]).sum(), embeddings)
+        return got
+
+    got, want = gradient(pack(model, layout=layout)), gradient(model)
+    assert float((got - want).abs().max() / want.abs().max()) < 2e-5
+    last = fx_packing.report().graphs[-1].last
+    assert last.layout == "varlen" and "need gradients" in last.reason

@@ -338,3 +338,19 @@ def test_a_row_over_the_cap_runs_padded_and_says_so():
     assert graph.last.reason == "a row of 20 tokens exceeds the cap of 10 tokens"
     want = model(batch.ids, attention_mask=batch.mask, use_cache=False).logits
     assert float((got - want)[batch.mask.bool()].detach().abs().max()) < 2e-5
+
+
+@pytest.mark.parametrize("family", ["gpt2", "llama"])
+def test_another_number_of_rows_at_the_same_length(family):
+    """B becomes a symbol while L stays a literal: GPT-2 has both in one ``torch.Size``."""
+    model = tiny.build(family)
+    packed = pack(model)
+    for rows in (6, 8, 5):
+        batch = shared_batch("left")
+        pick = torch.arange(rows) % len(batch.ids)
+        batch = batch._replace(ids=batch.ids[pick], mask=batch.mask[pick])
+        with torch.no_grad():
+            assert_right(model, batch, score(packed, batch))
+    graphs = fx_packing.report().graphs
+    assert all(g.rewritten and "padded" not in g.runs for g in graphs), [g.reason for g in graphs]
+    assert sum(sum(g.runs.values()) for g in graphs) == 3

@@ -84,10 +84,9 @@ def test_report_of_a_refusal():
     assert graph.last.layout == "padded" and graph.last.reason == graph.reason
     assert graph.last.run_tokens == graph.last.padded_tokens == batch.ids.numel()
     assert "runs as captured" in str(fx_packing.report())
-    with pytest.raises(Exception, match="mean") as caught:
-        torch._dynamo.reset()
+    torch._dynamo.reset()
+    with pytest.raises(fx_packing.PackingError, match="mean"):
         pack(model, on_refuse="raise")(*batch)
-    assert "PackingError" in repr(caught.value) or isinstance(caught.value, fx_packing.PackingError)
 
 
 def test_reset_forgets_and_all_works_again():
@@ -279,15 +278,9 @@ def test_torch_logs_show_what_is_decided():
     ids=str,
 )
 def test_bad_options_are_named(options, parts):
-    with pytest.raises(Exception) as caught:
+    with pytest.raises(ValueError) as caught:
         torch.compile(decoder(), backend="grpo_pack", options=options)(*shared_batch("left"))
-    error = caught.value
-    while not isinstance(error, ValueError) and (error.__cause__ or error.__context__):
-        error = error.__cause__ or error.__context__
-    assert isinstance(error, ValueError), repr(caught.value)
-    assert "ValueError" in repr(caught.value) or isinstance(caught.value, ValueError)
     for part in parts:
-        assert part in str(error), str(error)
         assert part in str(caught.value)
 
 

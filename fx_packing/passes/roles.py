@@ -41,7 +41,7 @@ _SHAPE_METHODS = {
 }  # fmt: skip
 _SHAPE_FUNCTIONS = {
     torch.reshape, torch.zeros, torch.ones, torch.full, torch.empty, torch.broadcast_to, torch.rand,
-    torch.randn, torch.unflatten, torch.tile,
+    torch.randn, torch.unflatten, torch.tile, torch.Size,
 }  # fmt: skip
 # How many arguments come before the sizes, where that is not just the tensor of a method; and the
 # operations whose sizes are a single argument, with other numbers behind it.
