@@ -15,7 +15,7 @@ from contextlib import contextmanager
 from typing import Any
 
 import torch
-from torch.fx import GraphModule
+from torch.fx import GraphModule, Node
 
 from . import compat
 from .passes.flatten import FlatGraph
@@ -47,10 +47,8 @@ class Compiled:
 
     def __init__(self, gm: GraphModule, inner: str, name: str) -> None:
         self.gm, self.compiles = gm, 0
-        if inner == "eager" and any(compat.is_checkpoint(n.target) for n in gm.graph.nodes):
-            inner = "aot_eager"  # run as plain Python, a checkpointed body would save everything
         compat.force_recompile(gm)
-        compiler = compat.lookup_backend(inner)
+        compiler = compat.lookup_backend(_checkpointing(inner, gm))
 
         def counted(graph: GraphModule, example_inputs: list[Any]) -> Callable[..., Any]:
             self.compiles += 1
@@ -95,8 +93,13 @@ def forget() -> None:
 
 def compile_captured(gm: GraphModule, example_inputs: Any, inner: str) -> Callable[..., Any]:
     """A refused graph under the inner compiler, as if the user had named that backend."""
-    if inner == "eager" and any(
-        compat.is_checkpoint(n.target) for n in gm.graph.nodes if n.op == "call_function"
-    ):
-        inner = "aot_eager"
-    return compat.lookup_backend(inner)(gm, example_inputs)
+    return compat.lookup_backend(_checkpointing(inner, gm))(gm, example_inputs)
+
+
+def _checkpointing(inner: str, gm: GraphModule) -> str:
+    """The inner backend that keeps checkpointed bodies so: run as plain Python, one saves everything."""
+    return "aot_eager" if inner == "eager" and any(map(_is_body, gm.graph.nodes)) else inner
+
+
+def _is_body(node: Node) -> bool:
+    return node.op == "call_function" and compat.is_checkpoint(node.target)

@@ -78,7 +78,7 @@ class Packed:
 
     def _run(self, batch: Batch, plan: Plan) -> Any:
         parts = self._parts(batch, plan)
-        kernel, flat = self._flat(plan, batch)
+        flat = self._flat(plan, batch)
         mode = (plan.layout, torch.is_grad_enabled())
         low, why = self._off.get(mode, (None, ""))
         if low is not None and plan.length >= low:
@@ -87,7 +87,7 @@ class Packed:
             raise Fallback("an earlier check found the packed result wrong for these parameters")
         try:
             if parts is None:
-                outputs = self._outputs(batch, plan, flat, self._call(batch, plan, flat, kernel))
+                outputs = self._outputs(batch, plan, flat, self.call(batch, plan, flat))
             else:
                 outputs = self._run_parts(batch, parts)
             outputs = self._verified(batch, plan, flat, outputs, mode)
@@ -99,7 +99,7 @@ class Packed:
         self.record.ran(
             report.Run(
                 plan.layout, batch.rows, batch.rows * batch.columns, plan.real_tokens, sum(sizes),
-                self._not_shared(batch), kernel, len(sizes),
+                self._not_shared(batch), flat.kernel, len(sizes),
             )
         )  # fmt: skip
         compat.count(f"ran_{plan.layout}")
@@ -145,7 +145,7 @@ class Packed:
             source = self.capture.by_node[self.capture.resolve(node.args[0])]
             if args[source.index].item() != value:
                 raise Fallback(f"{source.source} changed from {value} since the graph was captured")
-        padding = next((a.mask for a in self.analysis.attention if a.mask is not None), None)
+        padding = self.analysis.padding
         device = args[self._tokens[0].index].device
         flags: list[Tensor] = []
         if padding is None:
@@ -204,12 +204,12 @@ class Packed:
         return keys
 
     def _plan(self, batch: Batch, layout: str) -> Plan:
-        if torch.is_grad_enabled() and self._embeddings_need_gradients(batch):
+        if self._embeddings_need_gradients(batch):
             layout = "varlen"  # a shared token would give all its gradient to one of its rows
         keys = self._keys(batch) if layout != "varlen" else []
         reads = [r for s, r in batch.reads.items() if s != "L"]
         # What the plan is made of, first of all; two graphs may read the same tensors differently.
-        padding = next((a.mask for a in self.analysis.attention if a.mask is not None), None)
+        padding = self.analysis.padding
         read = [padding.index if padding else -1, *(self._flat_tokens or () if keys else ())]
         sources = [batch.args[i] for i in read if i >= 0]
         sources += [batch.args[i.index] for i in self._tokens]
@@ -229,17 +229,16 @@ class Packed:
         return plan
 
     def _not_shared(self, batch: Batch) -> str | None:
-        if self.options.layout in ("auto", "prefix") and torch.is_grad_enabled():
-            if self._embeddings_need_gradients(batch):
-                return (
-                    "prefixes are not shared: the embeddings passed in need gradients, each row its own"
-                )
-        return None
+        if self.options.layout == "varlen" or not self._embeddings_need_gradients(batch):
+            return None
+        return "prefixes are not shared: the embeddings passed in need gradients, each row its own"
 
     def _embeddings_need_gradients(self, batch: Batch) -> bool:
+        if not torch.is_grad_enabled():
+            return False
         return any(batch.args[i.index].requires_grad for i in self._tokens)
 
-    def _flat(self, plan: Plan, batch: Batch) -> tuple[str, FlatGraph]:
+    def _flat(self, plan: Plan, batch: Batch) -> FlatGraph:
         first = self.analysis.attention[0]
         dtype = first.value.meta["example_value"].dtype
         facts = dict(
@@ -250,14 +249,14 @@ class Packed:
         kernel, _ = kernels.choose(self.options.attention, **facts)
         if kernel == "flex" and self.options.inner != "inductor":
             kernel = "segments"  # eager FlexAttention would build [T, T]
-        return kernel, self.analysis.flat(kernel)
+        return self.analysis.flat(kernel)
 
     # -- running -----------------------------------------------------------------------------------
 
-    def _call(self, batch: Batch, plan: Plan, flat: FlatGraph, kernel: str) -> tuple[Tensor, ...]:
+    def call(self, batch: Batch, plan: Plan, flat: FlatGraph) -> tuple[Tensor, ...]:
         compiled = compile_flat(flat, self.options.inner)
         results = compiled(*self.arguments(batch, plan, flat))
-        self.record.compiles[f"flat ({kernel})"] = compiled.compiles
+        self.record.compiles[f"flat ({flat.kernel})"] = compiled.compiles
         return results
 
     def arguments(self, batch: Batch, plan: Plan, flat: FlatGraph) -> list[Any]:
@@ -343,8 +342,8 @@ class Packed:
         for plan in parts:
             rows = plan.remember("rows", lambda: None)
             part = self._rows(batch, rows)
-            kernel, flat = self._flat(plan, part)
-            pieces.append(self._outputs(part, plan, flat, self._call(part, plan, flat, kernel)))
+            flat = self._flat(plan, part)
+            pieces.append(self._outputs(part, plan, flat, self.call(part, plan, flat)))
             orders.append(rows)
         inverse = torch.cat(orders).argsort()
         joined = []

@@ -146,10 +146,8 @@ def _controls(plan: Plan, packed: Packed) -> Iterator[Plan]:
 def _run(
     packed: Packed, batch: Batch, plan: Plan, flat: FlatGraph, training: bool
 ) -> tuple[Tensor, ...]:
-    from .inner import compile_flat
-
     with torch.set_grad_enabled(training):
-        results = compile_flat(flat, packed.options.inner)(*packed.arguments(batch, plan, flat))
+        results = packed.call(batch, plan, flat)
     return tuple(r.detach() for r in results)
 
 
@@ -159,7 +157,7 @@ def _row(packed: Packed, batch: Batch, row: int, wanted: list[int], extra: int) 
     columns = batch.mask[row].nonzero().squeeze(1)
     length = len(columns)
     columns = torch.cat([columns, columns.new_zeros(extra)])
-    padding = next((a.mask for a in packed.analysis.attention if a.mask is not None), None)
+    padding = packed.analysis.padding
     feeds: dict[Any, Any] = {}
     for item in capture.inputs:
         value = batch.args[item.index]

@@ -9,7 +9,7 @@ from dataclasses import dataclass, field
 
 from torch.fx import Node
 
-from ..capture import Capture
+from ..capture import Capture, Input
 from ..errors import Refused
 from .attention import Attention, find_attention
 from .flatten import FlatGraph, flatten
@@ -28,6 +28,11 @@ class Analysis:
     live: list[Node]
     layouts: dict[Node, Layout]
     _flats: dict[tuple[str, bool], FlatGraph] = field(default_factory=dict)
+
+    @property
+    def padding(self) -> Input | None:
+        """The [B, L] input that says which tokens are real; None where all are."""
+        return next((a.mask for a in self.attention if a.mask is not None), None)
 
     def flat(self, kernel: str, *, dropout: bool = True) -> FlatGraph:
         """The flat graph with the given attention kernel, with or without its dropout."""
