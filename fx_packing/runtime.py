@@ -148,7 +148,9 @@ class Packed:
         text = f"{type(error).__name__}: {str(error).splitlines()[0] if str(error) else ''}"
         if out_of_memory and torch.cuda.is_available():
             torch.cuda.empty_cache()
-        why = f"the packed graph failed ({text}); it runs as captured from now on"
+        what = f"layout {plan.layout}" if plan else "packing"
+        often = f" for batches of {plan.length} tokens and more" if plan and out_of_memory else ""
+        why = f"the packed graph failed ({text}); {what} is not tried again{often}"
         result = self._run_padded(batch.args, why)  # an error of the captured graph itself passes on
         mode = (plan.layout if plan else None, training)
         self._off[mode] = (plan.length if plan and out_of_memory else 0, why)
