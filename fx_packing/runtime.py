@@ -16,7 +16,7 @@ from torch.fx import Node
 from . import attention as kernels
 from . import compat, report, switch, verify
 from .cap import token_cap
-from .forest import Plan, make_plan
+from .forest import Plan, Read, make_plan
 from .inner import Compiled, compile_flat
 from .options import Options
 from .passes import Analysis
@@ -36,8 +36,19 @@ class Batch:
     rows: int
     columns: int
     mask: Tensor  # [B, L] bool
-    flags: list[Tensor]  # scalars to look at with the plan's synchronisation
-    reads: dict[str, tuple[int, int]]  # sequence symbol -> columns [low, high)
+    flags: list[Tensor]  # scalars that have to be 0, looked at with the plan's synchronisation
+    reads: dict[str, tuple[int, int]]  # name of a slice of the sequence -> columns [low, high)
+    joined: dict[str, tuple[str, ...]]  # name of slices side by side -> their names
+
+    def width(self, columns: str) -> int:
+        """How many columns a line has."""
+        low, high = self.reads[self.joined.get(columns, (columns,))[0]]
+        return high - low
+
+    def real(self, columns: str) -> Tensor:
+        """``[B, n]`` bool: which of its entries have a token (in all slices that are joined)."""
+        parts = [self.mask[:, slice(*self.reads[p])] for p in self.joined.get(columns, (columns,))]
+        return torch.stack(parts).all(0) if len(parts) > 1 else parts[0]
 
 
 class Packed:
@@ -183,10 +194,12 @@ class Packed:
             mask = given if given.dtype == torch.bool else given != 0
             if given.dtype != torch.bool:
                 flags.append(((given != 0) & (given != 1)).any())
-        return Batch(args, rows, columns, mask, flags, self._reads(args, columns))
+        reads, joined = self._reads(args, columns)
+        return Batch(args, rows, columns, mask, flags, reads, joined)
 
-    def _reads(self, args: Sequence[Any], columns: int) -> dict[str, tuple[int, int]]:
-        """The columns of each slice along the sequence, from the sizes and ints of this call."""
+    def _reads(self, args: Sequence[Any], columns: int) -> tuple[dict, dict]:
+        """The columns of each slice along the sequence, from the sizes and ints of this call, and
+        which slices are joined."""
         numbers: dict[Node, Any] = {i.node: args[i.index] for i in self.capture.inputs}
 
         def number(value: Any) -> Any:
@@ -200,13 +213,17 @@ class Packed:
             return numbers[node]
 
         found: dict[str, tuple[int, int]] = {"L": (0, columns)}
-        for symbol, cut in self.analysis.roles.domains.items():
-            if cut.parent not in found:
+        joined: dict[str, tuple[str, ...]] = {}
+        for name, line in self.analysis.proof.columns.items():
+            if line.cut is None:
+                joined[name] = line.parts
+                if len({found[p][1] - found[p][0] for p in line.parts}) > 1:
+                    raise Fallback(f"the slices {' and '.join(line.parts)} differ in length")
                 continue
-            low, high = found[cut.parent]
-            start, stop, _ = slice(number(cut.start), number(cut.stop)).indices(high - low)
-            found[symbol] = (low + start, low + max(start, stop))
-        return found
+            low, high = found[line.parent]
+            start, stop, _ = slice(number(line.cut.start), number(line.cut.stop)).indices(high - low)
+            found[name] = (low + start, low + max(start, stop))
+        return found, joined
 
     # -- the plan ----------------------------------------------------------------------------------
 
@@ -233,7 +250,8 @@ class Packed:
         """A plan of this batch that nobody else sees."""
         return make_plan(
             batch.mask, self._keys(batch) if layout != "varlen" else (), layout=layout,
-            min_sharing=self.options.min_sharing, flags=batch.flags,
+            min_sharing=self.options.min_sharing,
+            flags=[*batch.flags, *(batch.real(name).sum() for name in batch.joined)],
             reads=[r for s, r in batch.reads.items() if s != "L"],
         )  # fmt: skip
 
@@ -255,7 +273,7 @@ class Packed:
             ),
             lambda: self.make_plan(batch, layout),
         )  # fmt: skip
-        if any(plan.flags):
+        if any(plan.flags[: len(batch.flags)]):
             raise Fallback("the padding mask has values other than 0 and 1")
         return plan
 
@@ -298,7 +316,6 @@ class Packed:
 
     def arguments(self, batch: Batch, plan: Plan, flat: FlatGraph) -> list[Any]:
         """What the flat graph takes, in order."""
-        symbols = [s for s in batch.reads if s != "L"]
         values: list[Any] = []
         for key in flat.inputs:
             if key[0] == "input":
@@ -308,11 +325,33 @@ class Packed:
             elif key[0] == "positions":
                 values.append(compat.mark_dynamic(self._positions(plan), 0))
             elif key[0] == "read":
-                read = plan.reads[symbols.index(key[1])]
-                values.append(compat.mark_dynamic(read.index, 0))
+                values.append(compat.mark_dynamic(self._read_index(batch, plan, key[1]), 0))
+            elif key[0] == "entry":
+                entries = self._entries(batch, plan, key[1])
+                values.append(compat.mark_dynamic(entries.index[key[2]], 0))
             else:
                 values.append(kernels.KERNELS[flat.kernel].inputs(plan, key[1])[key[2]])
         return values
+
+    def _read_of(self, batch: Batch, plan: Plan, columns: str) -> Read:
+        return plan.reads[[s for s in batch.reads if s != "L"].index(columns)]
+
+    def _read_index(self, batch: Batch, plan: Plan, columns: str) -> Tensor:
+        """Which of its parent's tokens a slice reads: of those stored, or of those another one read."""
+        read, parent = self._read_of(batch, plan, columns), self.analysis.proof.columns[columns].parent
+        if parent == "L":
+            return read.index
+        return plan.remember(
+            ("within", columns), lambda: _within(self._read_of(batch, plan, parent), read, plan.length)
+        )
+
+    def _entries(self, batch: Batch, plan: Plan, columns: str) -> Entries:
+        parts = batch.joined[columns]
+        count = plan.flags[len(plan.flags) - len(batch.joined) + list(batch.joined).index(columns)]
+        return plan.remember(
+            ("entries", columns),
+            lambda: _pair(parts, [self._read_of(batch, plan, p).slot for p in parts], count),
+        )
 
     def _positions(self, plan: Plan) -> Tensor:
         if self.options.positions == "row":
@@ -322,7 +361,6 @@ class Packed:
     def _outputs(
         self, batch: Batch, plan: Plan, flat: FlatGraph, results: Sequence[Tensor]
     ) -> tuple[Any, ...]:
-        symbols = [s for s in batch.reads if s != "L"]
         outputs: list[Any] = []
         for output in flat.outputs:
             if output.kind == "input":
@@ -330,15 +368,23 @@ class Packed:
             elif output.kind == "plain":
                 outputs.append(results[output.value])
             elif output.kind == "size":
-                sizes = {"B": batch.rows} | {s: high - low for s, (low, high) in batch.reads.items()}
-                outputs.append(self.analysis.roles.at(output.value, sizes))
+                outputs.append(self.analysis.roles.at(output.value, self.sizes(batch)))
             elif output.kind in ("padded", "merged"):
-                whole = output.symbol == "L"
-                slot = plan.slot if whole else plan.reads[symbols.index(output.symbol)].slot
+                slot = self._slot(batch, plan, output.columns)
                 outputs.append(_scatter(results[output.value], slot, output.kind))
             else:
                 outputs.append(output.value)
         return tuple(outputs)
+
+    def _slot(self, batch: Batch, plan: Plan, columns: str) -> Tensor:
+        if columns in batch.joined:
+            return self._entries(batch, plan, columns).slot
+        return plan.slot if columns == "L" else self._read_of(batch, plan, columns).slot
+
+    def sizes(self, batch: Batch) -> dict[str, int]:
+        """The symbols of sizes in this batch."""
+        lines = {c.symbol: batch.width(c.name) for c in self.analysis.proof.columns.values()}
+        return {"B": batch.rows, "L": batch.columns} | lines
 
     # -- the cap -----------------------------------------------------------------------------------
 
@@ -374,7 +420,9 @@ class Packed:
         args = list(batch.args)
         for item in self._tokens:
             args[item.index] = args[item.index][rows]
-        return Batch(args, len(rows), batch.columns, batch.mask[rows], [], batch.reads)
+        return Batch(
+            args, len(rows), batch.columns, batch.mask[rows], [], batch.reads, batch.joined
+        )
 
     def _run_parts(self, batch: Batch, parts: list[Plan], flat: FlatGraph) -> tuple[Any, ...]:
         pieces, orders = [], []
@@ -389,8 +437,8 @@ class Packed:
             if output.kind == "padded":
                 joined.append(torch.cat(values)[inverse])
             elif output.kind == "merged":
-                low, high = batch.reads[output.symbol]
-                whole = torch.cat([v.unflatten(0, (-1, high - low)) for v in values])
+                width = batch.width(output.columns)
+                whole = torch.cat([v.unflatten(0, (-1, width)) for v in values])
                 joined.append(whole[inverse].flatten(0, 1))
             else:
                 joined.append(batch.args[output.value] if output.kind == "input" else values[0])
@@ -443,6 +491,35 @@ class Packed:
             "packing off.",
         )
         raise Fallback(f"a check failed: {why}")
+
+
+@dataclass
+class Entries:
+    """Slices side by side: one entry for each position at which all of them have a token."""
+
+    index: dict[str, Tensor]  # slice -> [N] int64, which of its tokens each entry has
+    slot: Tensor  # [B, n] int64, the entry of each position; -1 where there is none
+
+
+def _pair(parts: tuple[str, ...], slots: list[Tensor], count: int) -> Entries:
+    real = torch.stack(slots).amin(0) >= 0
+    flat = real.flatten()
+    place = flat.cumsum(0) - 1
+    size = max(count, 2)  # compilers specialise on 1
+    where = torch.zeros(size + 1, dtype=torch.int64, device=flat.device)
+    numbers = torch.arange(len(flat), device=flat.device)
+    where.scatter_(0, torch.where(flat, place, size), numbers)
+    index = {p: s.flatten()[where[:size]].clamp_min(0) for p, s in zip(parts, slots, strict=True)}
+    return Entries(index, torch.where(flat, place, -1).view_as(real))
+
+
+def _within(parent: Read, child: Read, stored: int) -> Tensor:
+    """``[S]`` int64: where the tokens that a slice reads are among those that its parent read."""
+    place = torch.zeros(stored, dtype=torch.int64, device=parent.index.device)
+    numbers = torch.arange(len(parent.index), device=parent.index.device)
+    # What fills up the parent's index repeats token 0: the first place of a token counts.
+    place.scatter_reduce_(0, parent.index, numbers, "amin", include_self=False)
+    return place[child.index]
 
 
 def _extent(plan: Plan) -> Extent:

@@ -164,7 +164,7 @@ class _Check:
         alone: dict[int, list[Tensor]],
     ) -> None:
         """Error of the packed `outputs` at `rows`; noise where a row was also evaluated alone."""
-        counts = [[self.reference.count(row, i) for row in rows] for i in range(len(self.wanted))]
+        counts = [self.reference.counts(rows, i) for i in range(len(self.wanted))]
         split = [e.split(n) for e, n in zip(entries, counts, strict=True)]
         for at, row in enumerate(rows):
             clean = [s[at] for s in split]
@@ -253,10 +253,12 @@ class _Reference:
         self.lengths: list[int] = batch.mask.sum(1).tolist()
         self.place = (batch.mask.cumsum(1) - 1).clamp_min(0)
         self.outputs: list[tuple[Any, int]] = []  # (how it is laid out, its index)
+        self._counts: dict[int, list[int]] = {}
         # Slices along the sequence: each row's read columns are where its own real tokens lie, which
         # a gather can take from the compacted rows if the slice is of [B, L, ...].
         roles = packed.analysis.roles
-        bases = [(packed.capture.resolve(n.args[0]), dim) for n, (dim, _) in roles.slices.items()]
+        cuts = packed.analysis.proof.cuts
+        bases = [(packed.capture.resolve(n.args[0]), roles.slices[n][0]) for n in cuts]
         rows = ("B",) if "B" in roles.primes else ()
         self.gathers = not self.captured and all(
             dim == 1 and roles.shape(base)[0].symbols == rows for base, dim in bases
@@ -266,20 +268,15 @@ class _Reference:
         shapes = [{s for d in roles.shape(i.node) for s in d.symbols} for i in inputs]
         self.by_row = not self.captured and any("L" in s and "B" not in s for s in shapes)
 
-    def columns(self, i: int) -> tuple[int, int]:
-        """The columns that wanted output i has."""
-        return self.batch.reads[self.outputs[i][0].symbol]
+    def real(self, i: int) -> Tensor:
+        """``[B, n]`` bool: at which of the columns of wanted output i there are tokens."""
+        return self.batch.real(self.outputs[i][0].columns)
 
-    def count(self, row: int, i: int) -> int:
-        """How many of its columns are real in `row`."""
-        low, high = self.columns(i)
-        return int(self._real[row, high] - self._real[row, low])
-
-    @property
-    def _real(self) -> Tensor:
-        if not hasattr(self, "_counts"):
-            self._counts = torch.nn.functional.pad(self.batch.mask.cumsum(1), (1, 0)).cpu()
-        return self._counts
+    def counts(self, rows: list[int], i: int) -> list[int]:
+        """How many of its columns are real in each of `rows`."""
+        if i not in self._counts:
+            self._counts[i] = self.real(i).sum(1).tolist()
+        return [self._counts[i][r] for r in rows]
 
     def values(self, rows: list[int]) -> list[Tensor]:
         """``[n, columns, ...]`` of each wanted output."""
@@ -303,9 +300,7 @@ class _Reference:
                 sizes = batch.mask[index].sum(1, keepdim=True)
                 value = (torch.arange(longest, device=index.device) < sizes).to(value.dtype)
             feeds[item.node] = value
-        sizes = {"B": len(rows), "L": longest}
-        if self.captured:
-            sizes |= {s: high - low for s, (low, high) in batch.reads.items()}
+        sizes = packed.sizes(batch) | {"B": len(rows), "L": longest}
         leaves = output_nodes(capture)
         nodes = [leaves[j] for _, j in self.outputs]
         found = evaluate(
@@ -321,45 +316,52 @@ class _Reference:
     def _taker(self, index: Tensor) -> Any:
         reads = self.batch.reads
 
-        def take(value: Tensor, dim: int, cut: Any) -> Tensor:
-            low, high = reads[cut.symbol]
-            if cut.parent == "L":
+        def take(value: Tensor, dim: int, node: Any) -> Tensor:
+            proof = self.packed.analysis.proof
+            if node not in proof.cuts:  # the flat graph has no use for it
+                return value
+            line = proof.columns[proof.cuts[node]]
+            low, high = reads[line.name]
+            if line.parent == "L":
                 return _take_columns(value, self.place[index, low:high])
-            return value.narrow(dim, low - reads[cut.parent][0], high - low)
+            return value.narrow(dim, low - reads[line.parent][0], high - low)
 
         return take
 
     def entries(self, rows: list[int], i: int, value: Tensor) -> Tensor:
         """Of `value`, output i of `rows`, the entries at real columns, ``[N, ...]``, row by row."""
         index = torch.tensor(rows, device=self.batch.mask.device)
-        low, high = self.columns(i)
-        real = self.batch.mask[index, low:high]
+        real = self.real(i)[index]
         if self._in_place(i):
             return value[real]
         which = torch.arange(len(rows), device=index.device)[:, None].expand_as(real)[real]
-        return value[which, self.place[index, low:high][real]]
+        return value[which, self._places(index, i)[real]]
+
+    def _places(self, index: Tensor, i: int) -> Tensor:
+        """Where the columns of an output lie in compacted rows."""
+        low, high = self.batch.reads[self.outputs[i][0].columns]
+        return self.place[index, low:high]
 
     def weights(self, rows: list[int], i: int, value: Tensor, tokens: Tensor) -> Tensor:
-        """``[B, L]`` weights of tokens, 0 where there is none, as those of the entries of `value`."""
+        """``[B, n]`` weights of columns, 0 where there is no token, as those of the entries of
+        `value`."""
         index = torch.tensor(rows, device=self.batch.mask.device)
-        low, high = self.columns(i)
-        found = tokens[index, low:high]
+        found = tokens[index]
         if self._in_place(i):
             return found
         moved = found.new_zeros(value.shape[:2])
-        return moved.scatter_add_(1, self.place[index, low:high], found)
+        return moved.scatter_add_(1, self._places(index, i), found)
 
     def picked(self, outputs: tuple[Any, ...], rows: list[int], i: int, at: int | None = None) -> Tensor:
         """The same entries of the packed outputs, in which one row is number `at` if that is given."""
         output, j = self.outputs[i]
-        low, high = self.columns(i)
-        value = outputs[j]
-        value = value.unflatten(0, (-1, high - low)) if output.kind == "merged" else value
-        index = torch.tensor(rows, device=self.batch.mask.device)
-        return value[index if at is None else slice(at, at + 1)][self.batch.mask[index, low:high]]
+        real, value = self.real(i), outputs[j]
+        value = value.unflatten(0, (-1, real.shape[1])) if output.kind == "merged" else value
+        index = torch.tensor(rows, device=real.device)
+        return value[index if at is None else slice(at, at + 1)][real[index]]
 
     def _in_place(self, i: int) -> bool:
-        return self.captured or (self.gathers and self.outputs[i][0].symbol != "L")
+        return self.captured or (self.gathers and self.outputs[i][0].columns != "L")
 
 
 class _Probe:
@@ -374,9 +376,11 @@ class _Probe:
             drawn = torch.randint(0, 2, shape, device=mask.device, generator=generator)
             return drawn.float().mul_(2).sub_(1)
 
-        self.tokens = signs(*mask.shape) * mask * float(mask.sum().clamp_min(1)) ** -0.5
-        self.signs = []
-        for value, (output, _) in zip(outputs, reference.outputs, strict=True):
+        tokens = signs(*mask.shape) * float(mask.sum().clamp_min(1)) ** -0.5
+        self.tokens, self.signs = [], []
+        for i, (value, (output, _)) in enumerate(zip(outputs, reference.outputs, strict=True)):
+            real = reference.real(i)
+            self.tokens.append(tokens[:, : real.shape[1]] * real)
             tail = value.shape[2 if output.kind == "padded" else 1 :]
             self.signs.append(signs(tail.numel()).to(value.dtype))
 
@@ -384,16 +388,15 @@ class _Probe:
         """The scalar of the packed outputs."""
         total = []
         for i, (_, j) in enumerate(self._reference.outputs):
-            low, high = self._reference.columns(i)
-            value = outputs[j].reshape(len(self.tokens), high - low, -1)
-            total.append(self._of(i, value, self.tokens[:, low:high]))
+            weights = self.tokens[i]
+            total.append(self._of(i, outputs[j].reshape(*weights.shape, -1), weights))
         return torch.stack(total).sum()
 
     def reference(self, rows: list[int], values: Sequence[Tensor]) -> Tensor:
         """The same scalar of some rows of the reference; over all rows it adds up to the batch's."""
         total = []
         for i, value in enumerate(values):
-            weights = self._reference.weights(rows, i, value, self.tokens)
+            weights = self._reference.weights(rows, i, value, self.tokens[i])
             total.append(self._of(i, value.reshape(*value.shape[:2], -1), weights))
         return torch.stack(total).sum()
 

@@ -15,7 +15,7 @@ from .attention import Attention, find_attention
 from .flatten import FlatGraph, flatten
 from .live import live_nodes
 from .roles import Roles, find_roles
-from .tokenwise import Layout, prove
+from .tokenwise import Proof, prove
 
 
 @dataclass
@@ -26,7 +26,7 @@ class Analysis:
     roles: Roles
     attention: list[Attention]
     live: list[Node]
-    layouts: dict[Node, Layout]
+    proof: Proof
     _flats: dict[tuple[str, bool], FlatGraph] = field(default_factory=dict)
 
     @property
@@ -43,7 +43,7 @@ class Analysis:
                 self.roles,
                 self.live,
                 self.attention,
-                self.layouts,
+                self.proof,
                 kernel,
                 dropout=dropout,
             )
@@ -55,10 +55,10 @@ def analyse(capture: Capture) -> Analysis:
     roles = find_roles(capture)
     attention = find_attention(capture, roles)
     live = live_nodes(capture, roles, attention)
-    layouts = prove(capture, roles, live, attention)
+    proof = prove(capture, roles, live, attention)
     if not attention:
         raise Refused(
             "the graph has no attention, so there is nothing that packing could speed up here; a "
             "graph break may have cut the model into pieces (see TORCH_LOGS=graph_breaks)"
         )
-    return Analysis(capture, roles, attention, live, layouts)
+    return Analysis(capture, roles, attention, live, proof)

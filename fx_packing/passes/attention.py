@@ -449,7 +449,7 @@ class _MaskReader:
         for n in behind:
             sizes = map(self.roles.size, as_sizes(self.roles.values.get(n)))
             callers = (
-                {s for size in sizes for s in size.symbols} - {"B", "L"} - set(self.roles.domains)
+                {s for size in sizes for s in size.symbols} - {"B", "L"} - self.roles.lines
             )
             if callers:
                 name = self.capture.by_node[n].source if n in self.capture.by_node else n.name

@@ -17,7 +17,7 @@ from torch.fx.node import map_arg
 
 from ..capture import Capture
 from .inplace import storages
-from .roles import STATE, Roles, Size, Slice, cut_table, map_sizes
+from .roles import STATE, Roles, Size, cut_table, map_sizes
 
 
 def ancestors(
@@ -65,14 +65,14 @@ def evaluate(
     feeds: dict[Node, Any],
     *,
     whole: bool = False,
-    take: Callable[[Any, int, Slice], Any] | None = None,
+    take: Callable[[Any, int, Node], Any] | None = None,
     literal: Callable[[Node, Any], Any] | None = None,
     state: bool = False,
 ) -> dict[Node, Any]:
     """The values of `targets` where the symbols have the given `sizes`.
 
     `feeds` gives the values of some nodes (placeholders, or any node at which to start). With
-    `whole`, slices along the sequence take all of it, or what ``take(tensor, dim, cut)`` gives.
+    `whole`, slices along the sequence take all of it, or what ``take(tensor, dim, node)`` gives.
     `literal` may replace numbers in arguments.
     With `state`, the graph's own autocast regions hold, and where gradients are recorded its
     no-grad regions too; both end as they began. Raises whatever an operation raises, and KeyError
@@ -132,7 +132,7 @@ def _run(
     values: dict[Node, Any],
     sizes: dict[str, int],
     whole: bool,
-    take: Callable[[Any, int, Slice], Any] | None,
+    take: Callable[[Any, int, Node], Any] | None,
     literal: Callable[[Node, Any], Any] | None,
 ) -> Any:
     if roles.exact(node, sizes):
@@ -158,7 +158,7 @@ def _run(
         if _takes_all(roles, node, whole):
             base = value(args[0])
             if cut.symbol != cut.parent:
-                base = take(base, dim, cut) if take is not None else base
+                base = take(base, dim, node) if take is not None else base
                 sizes[cut.symbol] = base.shape[dim]
             return cut_table((base, args[1]), dim, None)
         result = value(args[0])[value(args[1])]

@@ -13,6 +13,7 @@ shape, and a later capture of the same model, whose flat graph is the same text,
 from __future__ import annotations
 
 import operator
+import re
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -22,11 +23,11 @@ from torch.fx.node import map_arg
 
 from .. import attention as kernels
 from ..capture import Capture
-from ..errors import Refused
+from ..errors import Refused, where
 from .attention import Attention
 from .inplace import storages
 from .roles import Roles, Size, index_dims, is_number
-from .tokenwise import Layout
+from .tokenwise import Layout, Proof
 
 Key = Any  # what a value of the flat graph stands for: a captured node, or a tuple naming an input
 
@@ -37,12 +38,13 @@ class Output:
 
     `kind`: ``padded`` ([B, n, ...]) or ``merged`` ([B * n, ...]) are gathered back, n columns of
     the sequence symbol `symbol`; ``plain`` is taken as it is; ``input`` is a captured input;
-    ``size`` is a size; ``constant`` is a constant.
+    ``size`` is a size; ``constant`` is a constant. `columns` names the columns of the batch that it
+    has, see `tokenwise.Columns`.
     """
 
     kind: str
     value: Any = None
-    symbol: str = "L"
+    columns: str = "L"
 
 
 @dataclass
@@ -50,8 +52,10 @@ class FlatGraph:
     """A rewritten graph. `inputs` names what each placeholder takes, in order:
 
     ``("input", i)`` captured input i as it is; ``("token", i)`` its real tokens, [1, T, ...];
-    ``("positions",)`` [T] int64; ``("read", symbol)`` the stored tokens that a slice of the sequence
-    reads, [S] int64; ``("kernel", window, j)`` the j-th plan tensor of the attention kernel.
+    ``("positions",)`` [T] int64; ``("read", columns)`` what a slice of the sequence reads of its
+    parent's tokens, [S] int64; ``("entry", columns, part)`` which token of one of several joined slices
+    each pair of them has, [N] int64; ``("kernel", window, j)`` the j-th plan tensor of the attention
+    kernel.
     """
 
     gm: GraphModule
@@ -67,7 +71,7 @@ def flatten(
     roles: Roles,
     live: list[Node],
     attention: list[Attention],
-    layouts: dict[Node, Layout],
+    proof: Proof,
     kernel: str,
     *,
     dropout: bool = True,
@@ -76,12 +80,13 @@ def flatten(
 
     Raises `Refused` where an output cannot be given its padded shape back.
     """
-    writer = _Writer(capture, roles, set(live), {a.node: a for a in attention}, kernel, dropout)
+    by_node = {a.node: a for a in attention}
+    writer = _Writer(capture, roles, set(live), by_node, proof, kernel, dropout)
     root = _Scope(Graph(), None)
     writer.write(capture.gm, root)
     outputs, results = [], []
     for arg in _leaves(capture.output.args[0]):
-        output = _output(capture, roles, layouts, arg)
+        output = _output(capture, roles, proof.layouts, arg)
         if output.kind in ("padded", "merged", "plain"):
             results.append(root.get(output.value))
             output.value = len(results) - 1
@@ -91,14 +96,19 @@ def flatten(
     gm.graph.lint()
     windows = sorted({a.window for a in attention}, key=lambda w: (w is None, w))
     flat = FlatGraph(gm, kernel, root.keys, outputs, windows=windows)
-    symbols = list(dict.fromkeys(k[1] for k in root.keys if k[0] == "read"))
-    flat.structure = _text(gm) + repr(
-        [
-            ("read", symbols.index(k[1])) if k[0] == "read" else k if k[0] == "kernel" else k[0]
-            for k in root.keys
-        ]
-    )
+    names = list(dict.fromkeys(n for k in root.keys if k[0] in _BY_COLUMNS for n in k[1:]))
+    flat.structure = _text(gm) + repr([_unnamed(k, names) for k in root.keys])
     return flat
+
+
+_BY_COLUMNS = ("read", "entry")
+
+
+def _unnamed(key: tuple, names: list[str]) -> Any:
+    """An input's key without what differs between captures of one model."""
+    if key[0] in _BY_COLUMNS:
+        return (key[0], *(names.index(n) for n in key[1:]))
+    return key if key[0] == "kernel" else key[0]
 
 
 class _Scope:
@@ -113,6 +123,7 @@ class _Scope:
     def get(self, key: Key) -> Node:
         if key not in self.values:
             name = key.name if isinstance(key, Node) else "_".join(str(k) for k in key)
+            name = re.sub(r"\W+", "_", name).rstrip("_")
             if self.parent is None and isinstance(key, Node):
                 raise AssertionError(f"{key} was not written")
             if self._last is not None:
@@ -134,11 +145,13 @@ class _Writer:
         roles: Roles,
         live: set[Node],
         attention: dict[Node, Attention],
+        proof: Proof,
         kernel: str,
         dropout: bool,
     ) -> None:
         self.capture, self.roles, self.live = capture, roles, live
         self.attention, self.kernel, self.dropout = attention, kernel, dropout
+        self.proof = proof
         self.modules = torch.nn.Module()
 
     def write(self, gm: GraphModule, scope: _Scope) -> None:
@@ -185,7 +198,7 @@ class _Writer:
         if node in roles.slices or node in roles.tables:
             dim = roles.slices[node][0] if node in roles.slices else roles.tables[node]
             base, index = scope.get(self.capture.resolve(args[0])), args[1]
-            key = ("read", roles.slices[node][1].symbol) if node in roles.slices else ("positions",)
+            key = ("read", self.proof.cuts.get(node)) if node in roles.slices else ("positions",)
             whole = (
                 node in roles.slices
                 and roles.slices[node][1].symbol == roles.slices[node][1].parent
@@ -204,8 +217,8 @@ class _Writer:
             return graph.call_method("to", (scope.get(("positions",)),), options)
         if node.target is torch.nn.functional.dropout and not self.dropout:
             return graph.call_method("view_as", (scope.get(self.capture.resolve(args[0])),) * 2)
-        args, kwargs = map_arg((args, kwargs), lambda n: self._value(n, scope))
-        args, kwargs = self._sizes((args, kwargs), scope)
+        args, kwargs = map_arg((args, kwargs), lambda n: self._value(n, scope, node))
+        args, kwargs = self._sizes((args, kwargs), scope, node)
         return graph.create_node(node.op, node.target, args, kwargs, name=node.name)
 
     def _input(self, node: Node) -> Key:
@@ -213,31 +226,57 @@ class _Writer:
         symbols = {s for size in self.roles.shape(node) for s in size.symbols}
         return ("token" if "L" in symbols and item.kind == "user" else "input", item.index)
 
-    def _value(self, node: Node, scope: _Scope) -> Any:
+    def _value(self, node: Node, scope: _Scope, user: Node) -> Any:
         resolved = self.capture.resolve(node)
         if not isinstance(resolved, Node):
-            return map_arg(resolved, lambda n: self._value(n, scope))
+            return map_arg(resolved, lambda n: self._value(n, scope, user))
         value = self.roles.values[resolved]
         if is_number(value):
             return value
-        return scope.get(resolved)
+        return self._spread(resolved, scope, user)
 
-    def _sizes(self, args: Any, scope: _Scope) -> Any:
+    def _spread(self, node: Node, scope: _Scope, user: Node) -> Node:
+        """A value as its user needs it: where that joins slices, an entry for each pair of tokens."""
+        value, layouts = scope.get(node), self.proof.layouts
+        if node not in layouts or user not in layouts:
+            return value
+        have, need = _names(layouts[node]), _names(layouts[user])
+        for name in need:
+            parts = self.proof.columns[name].parts if name in self.proof.columns else ()
+            for own in (n for n in have if parts and n != name and n not in need):
+                if own not in parts:
+                    if not self.proof.columns[own].parts:
+                        continue
+                    raise Refused(f"joins slices step by step, which is not supported, {where(user)}")
+                key = ("spread", node, name)
+                if key not in scope.values:
+                    dim = next(d for d, factors in enumerate(layouts[node]) if own in factors)
+                    index = scope.get(("entry", name, own))
+                    scope.values[key] = scope.graph.call_method("index_select", (value, dim, index))
+                value = scope.values[key]
+        return value
+
+    def _sizes(self, args: Any, scope: _Scope, user: Node) -> Any:
         if isinstance(args, Size):
-            return self._size(args, scope)
+            return self._size(args, scope, user)
         if type(args) in (tuple, list):
-            return type(args)(self._sizes(a, scope) for a in args)
+            return type(args)(self._sizes(a, scope, user) for a in args)
         return (
-            {k: self._sizes(v, scope) for k, v in args.items()} if isinstance(args, dict) else args
+            {k: self._sizes(v, scope, user) for k, v in args.items()}
+            if isinstance(args, dict)
+            else args
         )
 
-    def _size(self, size: Size, scope: _Scope) -> Any:
+    def _size(self, size: Size, scope: _Scope, user: Node) -> Any:
         symbols = [s for s in size.symbols if s != "B"]
         result: Any = size.coefficient
         for symbol in symbols:
-            key = ("length", symbol)
+            name = symbol if symbol == "L" else self._columns(symbol, user)
+            key = ("length", name)
             if key not in scope.values:
-                source = ("positions",) if symbol == "L" else ("read", symbol)
+                parts = self.proof.columns[name].parts if name != "L" else ()
+                source = ("entry", name, parts[0]) if parts else ("read", name)
+                source = ("positions",) if name == "L" else source
                 scope.values[key] = scope.graph.call_method("size", (scope.get(source), 0))
             result = (
                 scope.values[key]
@@ -245,6 +284,14 @@ class _Writer:
                 else scope.graph.call_function(operator.mul, (scope.values[key], result))
             )
         return result
+
+    def _columns(self, symbol: str, user: Node) -> str:
+        """Which slice a length is of, where several are as long: that of the result."""
+        own = _names(self.proof.layouts.get(user, ()))
+        every = [c.name for c in self.proof.columns.values() if c.symbol == symbol]
+        if not every:
+            raise Refused(f"a size of the sequence that no slice has is not supported, {where(user)}")
+        return next((n for n in every if n in own), every[0])
 
     def _attend(self, found: Attention, scope: _Scope) -> Node:
         kernel = kernels.KERNELS[self.kernel]
@@ -291,6 +338,10 @@ def _output(capture: Capture, roles: Roles, layouts: dict[Node, Layout], arg: An
 def output_nodes(capture: Capture) -> list[Any]:
     """What computes each captured output: a node, or a constant."""
     return [capture.resolve(leaf) for leaf in _leaves(capture.output.args[0])]
+
+
+def _names(layout: Layout) -> list[str]:
+    return [f for factors in layout for f in factors if isinstance(f, str)]
 
 
 def _leaves(args: Any) -> list[Any]:

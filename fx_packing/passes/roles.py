@@ -72,15 +72,18 @@ class Size:
 
 @dataclass(frozen=True)
 class Slice:
-    """A slice along the sequence: columns ``[start, stop)`` of `parent` are the symbol `symbol`.
+    """A slice along the sequence: columns ``[start, stop)`` of a line of length `parent`.
 
-    `start` and `stop` are as the graph has them: None, an int, or the node of a SymInt.
+    Its length is the symbol `symbol`, shared by all slices that were as long when captured: which
+    columns they are of is told apart by the proof. `start` and `stop` are as the graph has them:
+    None, an int, or the node of a SymInt; `text` names them.
     """
 
     symbol: str
     parent: str
     start: Any
     stop: Any
+    text: str = ""
 
 
 @dataclass
@@ -96,7 +99,7 @@ class Roles:
     lengths: dict[int, str] = field(
         default_factory=dict
     )  # length of a slice in the re-run -> symbol
-    domains: dict[str, Slice] = field(default_factory=dict)  # sequence symbol -> its slice
+    lines: set[str] = field(default_factory=set)  # the symbols that are lengths of slices
     pinned: dict[Node, float] = field(default_factory=dict)  # scalars, by the node that reads them
     varying: set[Node] = field(default_factory=set)  # numbers that B, L or a caller's int decide
     mutations: dict[Node, set[int]] = field(default_factory=dict)  # in place -> storages, `inplace`
@@ -169,7 +172,7 @@ class _Solver:
         self.roles.captured = {"L": capture.columns, "B": capture.rows}
         # One row needs no symbol: the flat graph is the captured graph with one row.
         self.roles.primes = ({"B": primes[1]} if capture.rows > 1 else {}) | {"L": primes[0]}
-        self.domains: dict[tuple[str, int, int], Slice] = {}
+        self.cuts: dict[tuple[str, int, int], Slice] = {}
 
     def _primes(self) -> list[int]:
         sizes = {s for n in self.capture.nodes for s in _sizes(n.meta.get("example_value")) if s}
@@ -255,7 +258,11 @@ class _Solver:
         if node.target in STATE:
             return None
         if reading.cut is not None:
-            return cut_table(args, *((reading.cut[0], roles.primes[reading.cut[1].symbol])))
+            dim, length = reading.cut[0], roles.primes[reading.cut[1].symbol]
+            if args[0].shape[dim] < length:  # one length for slices of lines that differ
+                shape = [length if d == dim else s for d, s in enumerate(args[0].shape)]
+                args = (args[0].new_empty(shape), args[1])
+            return cut_table(args, dim, length)
         if reading.table is not None:
             base, index = args
             wide = torch.zeros(roles.primes["L"], dtype=torch.int64, device=base.device)
@@ -482,18 +489,25 @@ class _Solver:
         if (low, high) == (0, roles.captured[parent]) and not by_symint:
             return Slice(parent, parent, None, None)
         key = (parent, start, stop)
-        if key not in self.domains:
-            length = max(stop - start, 0)
-            known = {v: k for k, v in roles.primes.items()}.get(length)
-            if known is not None and known in roles.domains:
-                raise Refused("two different slices of the sequence have the same length")
-            symbol = known or self._symbol(max(high - low, 0))
-            if known is None and length > 1000:
-                roles.lengths[length] = symbol
-            roles.captured[symbol] = max(high - low, 0)
-            self.domains[key] = Slice(symbol, parent, item.start, item.stop)
-            roles.domains[symbol] = self.domains[key]
-        return self.domains[key]
+        if key not in self.cuts:
+            symbol = self._line(max(stop - start, 0), max(high - low, 0), parent)
+            ends = [None if e is None else n for e, n in zip((item.start, item.stop), ends, strict=True)]
+            text = "[{}:{}]".format(*("" if e is None else e for e in ends))
+            self.cuts[key] = Slice(symbol, parent, item.start, item.stop, text)
+        return self.cuts[key]
+
+    def _line(self, length: int, captured: int, parent: str) -> str:
+        """The symbol for a length of slices: that of a known one, by its value in the re-run (an int
+        that the caller passes) or at capture (``ids[:, 1:]`` and ``logits[:, :-1]``)."""
+        roles = self.roles
+        symbol = {v: k for k, v in roles.primes.items()}.get(length)
+        others = (s for s in roles.primes if s not in ("B", "L", parent))
+        same = (s for s in others if roles.captured[s] == captured)
+        symbol = symbol or next(same, None) or self._symbol(captured)
+        if length > 1000 and length != roles.primes[symbol]:
+            roles.lengths[length] = symbol
+        roles.lines.add(symbol)
+        return symbol
 
 
 def index_dims(index: tuple, rank: int) -> list[int | None] | None:

@@ -14,7 +14,8 @@ The world is closed: an operation that is not listed here refuses the graph.
 from __future__ import annotations
 
 import operator
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
@@ -27,9 +28,31 @@ from ..capture import Capture
 from ..errors import Refused, describe, where
 from .attention import Attention
 from .hints import hint
-from .roles import STATE, Roles, Size, as_sizes, cut_table, index_dims, map_sizes, tensors
+from .roles import STATE, Roles, Size, Slice, as_sizes, cut_table, index_dims, is_number, map_sizes, tensors
 
-Layout = tuple[tuple[Any, ...], ...]  # for each dimension its factors: symbols, and plain ints > 1
+Layout = tuple[tuple[Any, ...], ...]  # for each dimension its factors: names, and plain ints > 1
+
+
+@dataclass(frozen=True)
+class Columns:
+    """Which columns of the batch a line of tokens holds: a slice of `parent`, as in
+    ``L[-9:]``; or, joined, what several slices of equal length hold side by side, as in
+    ``L[:-1]&L[1:]``, the logits of one token and the id of the next."""
+
+    name: str
+    symbol: str  # its length
+    parent: str = ""
+    cut: Slice | None = None
+    parts: tuple[str, ...] = ()
+
+
+@dataclass
+class Proof:
+    """The layout of every live tensor, and the columns that its lines are of."""
+
+    layouts: dict[Node, Layout] = field(default_factory=dict)
+    columns: dict[str, Columns] = field(default_factory=dict)  # parents and parts come first
+    cuts: dict[Node, str] = field(default_factory=dict)  # slice along the sequence -> its columns
 
 
 class Mixes(Exception):
@@ -38,13 +61,13 @@ class Mixes(Exception):
 
 def prove(
     capture: Capture, roles: Roles, live: list[Node], attention: list[Attention]
-) -> dict[Node, Layout]:
+) -> Proof:
     """The layout of every live tensor. Raises `Refused`, naming the first operation that may
     mix."""
     by_node = {a.node: a for a in attention}
-    layouts: dict[Node, Layout] = {}
     with compat.fake_tensors():
         checker = _Checker(roles)
+        layouts = checker.proof.layouts
         values: dict[Node, Any] = {}
         for node in live:
             try:
@@ -54,7 +77,34 @@ def prove(
             if isinstance(values[node], torch.Tensor):
                 layouts[node] = checker.layout(values[node])
                 _no_pairs(layouts[node], node)
-    return layouts
+            elif not is_number(values[node]) and _joined_inside(capture, node, values, checker):
+                raise Refused(
+                    f"{describe(node)} combines different slices of the sequence in several results, "
+                    f"which is not supported, {where(node)}"
+                )
+    _check_joined(capture, roles, checker.proof)
+    return checker.proof
+
+
+def _check_joined(capture: Capture, roles: Roles, proof: Proof) -> None:
+    """Slices are joined row by row: each has to be of a [B, L, ...] tensor."""
+    rows = [("B",)] if "B" in roles.primes else [(), ("B",)]
+    for node in proof.cuts if any(c.parts for c in proof.columns.values()) else ():
+        base = capture.resolve(node.args[0])
+        if roles.slices[node][0] != 1 or proof.layouts[base][0] not in rows:
+            raise Refused(
+                f"slices of equal length are combined, and one is of a tensor that is not "
+                f"[B, L, ...], {where(node)}"
+            )
+
+
+def _joined_inside(
+    capture: Capture, node: Node, values: dict[Node, Any], checker: _Checker
+) -> bool:
+    """Whether one of several results is of lines that no operand has."""
+    names = lambda t: {f for factors in checker.layout(t) for f in factors if isinstance(f, str)}  # noqa: E731
+    given = [t for n in capture.operands(node) if n in values for t in tensors(values[n])]
+    return bool(set().union(*map(names, tensors(values[node]))) - set().union(*map(names, given), {"B"}))
 
 
 def _no_pairs(layout: Layout, node: Node) -> None:
@@ -101,7 +151,9 @@ def _value(
         shape[dim] = roles.primes[cut.symbol]
         shorter = base.new_empty(shape)
         layout = list(checker.layout(base))
-        layout[dim] = (cut.symbol,)
+        name = checker.slice(layout[dim], cut)
+        checker.proof.cuts[node] = name
+        layout[dim] = (name,)
         checker.set(shorter, tuple(layout))
         with checker:
             return cut_table((shorter, args[1]), dim, None)
@@ -281,7 +333,7 @@ class _Checker(TorchDispatchMode):
 
     def __init__(self, roles: Roles) -> None:
         super().__init__()
-        self.roles = roles
+        self.roles, self.proof = roles, Proof()
         self.positional: set[Node] = set()  # nodes whose value depends on the positions alone
 
     # layouts live on the tensors; a tensor without one holds no token symbol, or takes it by size
@@ -296,8 +348,52 @@ class _Checker(TorchDispatchMode):
         for size in map(self.roles.size, tensor.shape):
             if len(size.symbols) > 1 or (size.symbols and size.coefficient != 1):
                 raise Mixes(f"makes a dimension of size {size}")
-            layout.append(size.symbols or _plain(size.coefficient))
+            layout.append(self.line(size))
         return self.set(tensor, tuple(layout))
+
+    def line(self, size: Size) -> tuple[Any, ...]:
+        """The factors of a dimension that is known by its size alone. The length of slices is taken
+        for that of the first slice of that length."""
+        if size.symbols and size.symbols[0] in self.roles.lines:
+            first = (c.name for c in self.proof.columns.values() if c.symbol == size.symbols[0])
+            return (next(first, size.symbols[0]),)
+        return size.symbols or _plain(size.coefficient)
+
+    def slice(self, factors: tuple[Any, ...], cut: Slice) -> str:
+        """The name of a slice of a line."""
+        (parent,) = factors
+        if self.proof.columns.get(parent, Columns("", "")).parts:
+            raise Mixes("takes a slice of tokens that were combined from two slices")
+        name = parent + cut.text
+        self.proof.columns.setdefault(name, Columns(name, cut.symbol, parent, cut))
+        return name
+
+    def prime(self, name: str) -> int:
+        """The size in the re-run of a line, or of the rows."""
+        columns = self.proof.columns.get(name)
+        return self.roles.primes[columns.symbol if columns else name]
+
+    def meet(self, found: Iterable[tuple[Any, ...]]) -> tuple[Any, ...]:
+        """The factors of a dimension that several tensors share: equal, but for lines that are slices
+        of equal length, which are joined."""
+        merged, *rest = found
+        for other in rest:
+            if len(other) != len(merged):
+                raise Mixes("combines dimensions that number the tokens differently")
+            merged = tuple(self._join(a, b) for a, b in zip(merged, other, strict=True))
+        return merged
+
+    def _join(self, a: Any, b: Any) -> Any:
+        if a == b:
+            return a
+        known = self.proof.columns
+        if a not in known or b not in known or known[a].symbol != known[b].symbol:
+            raise Mixes("combines dimensions that number the tokens differently")
+        parts = [p for name in (a, b) for p in known[name].parts or (name,)]
+        parts = list(dict.fromkeys(parts))
+        name = "&".join(parts)
+        known.setdefault(name, Columns(name, known[a].symbol, parts=tuple(parts)))
+        return name
 
     def layout(self, tensor: torch.Tensor) -> Layout:
         known = getattr(tensor, "_fx_packing_layout", None)
@@ -339,10 +435,10 @@ class _Checker(TorchDispatchMode):
         for dim in range(rank):
             column = [lay[dim - rank + len(lay)] for lay in layouts if dim - rank + len(lay) >= 0]
             found = {c for c in column if c}
-            with_symbols = {c for c in found if _symbols(c)}
-            if len(with_symbols) > 1 or (with_symbols and len(found) > 1):
+            with_symbols = [c for c in dict.fromkeys(column) if _symbols(c)]
+            if with_symbols and len(with_symbols) < len(found):
                 raise Mixes("combines dimensions that number the tokens differently")
-            merged.append(next(iter(with_symbols or found), ()))
+            merged.append(self.meet(with_symbols) if with_symbols else next(iter(found), ()))
         layout = tuple(merged)
         symbols = [s for factors in layout for s in _symbols(factors)]
         if len(symbols) != len(set(symbols)):
@@ -365,7 +461,7 @@ def _rule(*names: str) -> Callable[[Rule], Rule]:
 @_rule(*_RESHAPES)
 def _reshape(checker, given, outs):
     source = [f for factors in checker.layout(given["self"]) for f in factors]
-    size = lambda f: checker.roles.primes[f] if isinstance(f, str) else f  # noqa: E731
+    size = lambda f: checker.prime(f) if isinstance(f, str) else f  # noqa: E731
     layout = []
     for need in outs[0].shape:
         factors: list[Any] = []
@@ -602,10 +698,21 @@ def _gather(checker, given, outs):
         return [source[:dim] + (index[0],) + source[dim + 1 :]]
     if len(source) == 1:
         return [index]
-    if index[:dim] + index[dim + 1 :] != source[:dim] + source[dim + 1 :]:
-        raise Mixes("gathers from dimensions that number the tokens differently")
     _keep_off(index, [dim], "gathers along the tokens")
-    return [index]
+    return [
+        tuple(
+            index[d] if d == dim else checker.meet([index[d], source[d]]) for d in range(len(index))
+        )
+    ]
+
+
+@_rule("nll_loss_forward")
+def _nll_loss(checker, given, outs):
+    source, target = checker.layout(given["self"]), checker.layout(given["target"])
+    if given["reduction"] != 0 or len(source) != 2:
+        raise Mixes("sums a loss over the tokens; with reduction='none' it need not be refused")
+    _keep_off(source, [1], "looks up tokens by index")
+    return [(checker.meet([source[0], target[0]]),), ()]
 
 
 @_rule("index")
@@ -628,7 +735,7 @@ def _from_size(checker: _Checker, value: int) -> tuple[Any, ...]:
     size = checker.roles.size(value)
     if len(size.symbols) > 1 or (size.symbols and size.coefficient != 1):
         raise Mixes(f"makes a dimension of size {size}")
-    return size.symbols or _plain(size.coefficient)
+    return checker.line(size)
 
 
 def _keep_off(layout: Any, dims: Any, what: str) -> None:
