@@ -18,7 +18,7 @@ import torch
 from torch.fx import GraphModule, Node
 
 from . import compat
-from .passes.flatten import FlatGraph
+from .passes.flatten import FlatGraph, TailGraph
 
 _numbers = itertools.count()
 _flats: OrderedDict[tuple[str, str], Compiled] = OrderedDict()
@@ -60,7 +60,7 @@ class Compiled:
         return self._function(*args)
 
 
-def compile_flat(flat: FlatGraph, inner: str) -> Compiled:
+def compile_flat(flat: FlatGraph | TailGraph, inner: str) -> Compiled:
     """The compiled form of a flat graph: the one that an equal graph already has, if any."""
     key = (flat.structure, inner)
     with _lock:

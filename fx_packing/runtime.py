@@ -14,13 +14,13 @@ from torch import Tensor
 from torch.fx import Node
 
 from . import attention as kernels
-from . import compat, report, switch, verify
+from . import compat, report, switch, tiles, verify
 from .cap import token_cap
 from .forest import Plan, Read, make_plan
 from .inner import Compiled, compile_flat
 from .options import Options
 from .passes import Analysis
-from .passes.flatten import FlatGraph
+from .passes.flatten import Entering, FlatGraph, TailGraph
 from .verdicts import Extent, Verdict, Verdicts
 
 
@@ -312,7 +312,79 @@ class Packed:
         compiled = compile_flat(flat, self.options.inner)
         results = compiled(*self.arguments(batch, plan, flat))
         self.record.compiles[f"flat ({flat.kernel})"] = compiled.compiles
+        if flat.tail is not None:
+            late = self._run_tail(batch, plan, flat.tail, results)
+            return (*results[: flat.tail.after], *late)
         return results
+
+    def _run_tail(
+        self, batch: Batch, plan: Plan, tail: TailGraph, results: Sequence[Tensor]
+    ) -> tuple[Tensor, ...]:
+        """The results of the tail, from what the flat graph leaves to it, in tiles of tokens."""
+        compiled = compile_flat(tail, self.options.inner)
+
+        def rest(logits: Tensor, *others: Tensor) -> Any:
+            given = iter(others)
+            values = [logits if i is None else next(given) for i in tail.inputs]
+            dims = [tail.dim if i is None else d for i, d in zip(tail.inputs, all_dims, strict=True)]
+            for value, dim in zip(values, dims, strict=True):
+                if dim is not None:
+                    compat.mark_dynamic(value, dim)
+            found = compiled(*values)
+            self.record.compiles["tail"] = compiled.compiles
+            return found
+
+        all_dims = [
+            i.dim if isinstance(i, Entering) and i.part is not None else None for i in tail.inputs
+        ]
+        entering = [
+            (batch.args[i] if isinstance(i, int) else self._enter(batch, plan, tail, i, results), dim)
+            for i, dim in zip(tail.inputs, all_dims, strict=True)
+            if i is not None
+        ]
+        return tiles.run(
+            rest,
+            self._enter(batch, plan, tail, tail.hidden, results),
+            batch.args[tail.weight],
+            None if tail.bias is None else batch.args[tail.bias],
+            [value for value, _ in entering],
+            [dim for _, dim in entering],
+            tail.hidden.dim,
+            tail.dims,
+        )
+
+    def _enter(
+        self, batch: Batch, plan: Plan, tail: TailGraph, item: Entering, results: Sequence[Tensor]
+    ) -> Tensor:
+        """What enters the tail, with an entry for each of its tokens."""
+        value = results[item.result]
+        if item.part is None:
+            return value
+        index = self._tail_index(batch, plan, tail.columns, item)
+        if index is None:
+            return value
+        if not value.is_floating_point():
+            return value.index_select(item.dim, index)
+        # A token that several rows read, the last of a shared prompt, gets the sum of its gradients.
+        return _Scatter.apply(value.movedim(item.dim, 0), index).movedim(0, item.dim)
+
+    def _tail_index(
+        self, batch: Batch, plan: Plan, columns: str, item: Entering
+    ) -> Tensor | None:
+        """Which token of the line that a value has, each of the tail's has; None for itself."""
+
+        def build() -> Tensor | None:
+            index = None
+            if columns in batch.joined and item.part != columns:
+                index = self._entries(batch, plan, columns).index[item.part]
+            line = item.part
+            while line != item.line:
+                step = self._read_index(batch, plan, line)
+                index = step if index is None else step[index]
+                line = self.analysis.proof.columns[line].parent
+            return index
+
+        return plan.remember(("tail", columns, item.part, item.line), build)
 
     def arguments(self, batch: Batch, plan: Plan, flat: FlatGraph) -> list[Any]:
         """What the flat graph takes, in order."""

@@ -15,6 +15,7 @@ from .attention import Attention, find_attention
 from .flatten import FlatGraph, flatten
 from .live import live_nodes
 from .roles import Roles, find_roles
+from .tail import Tail, find_tail
 from .tokenwise import Proof, prove
 
 
@@ -27,6 +28,7 @@ class Analysis:
     attention: list[Attention]
     live: list[Node]
     proof: Proof
+    tail: Tail | None = None
     _flats: dict[tuple[str, bool], FlatGraph] = field(default_factory=dict)
 
     @property
@@ -45,6 +47,7 @@ class Analysis:
                 self.attention,
                 self.proof,
                 kernel,
+                self.tail,
                 dropout=dropout,
             )
         return self._flats[key]
@@ -61,4 +64,5 @@ def analyse(capture: Capture) -> Analysis:
             "the graph has no attention, so there is nothing that packing could speed up here; a "
             "graph break may have cut the model into pieces (see TORCH_LOGS=graph_breaks)"
         )
-    return Analysis(capture, roles, attention, live, proof)
+    tail = find_tail(capture, roles, live, attention, proof)
+    return Analysis(capture, roles, attention, live, proof, tail)

@@ -27,6 +27,7 @@ from ..errors import Refused, where
 from .attention import Attention
 from .inplace import storages
 from .roles import Roles, Size, index_dims, is_number
+from .tail import Tail, line_dim, line_of, line_width
 from .tokenwise import Layout, Proof
 
 Key = Any  # what a value of the flat graph stands for: a captured node, or a tuple naming an input
@@ -64,6 +65,37 @@ class FlatGraph:
     outputs: list[Output]
     structure: str = ""
     windows: list[int | None] = field(default_factory=list)
+    tail: TailGraph | None = None
+
+
+@dataclass
+class Entering:
+    """A result of the flat graph that its tail takes: token by token along `dim`, of the line `line`
+    and as `part` of the tail's, or (`part` None) the same for all tokens."""
+
+    result: int
+    part: str | None = None
+    line: str | None = None
+    dim: int = 0
+
+
+@dataclass
+class TailGraph:
+    """What comes after the LM head, for some tokens: `inputs` says what each placeholder takes, the
+    head's result (None), something that enters, or captured input i. Its outputs follow the first
+    `after` results of the flat graph."""
+
+    gm: GraphModule
+    columns: str
+    after: int
+    hidden: Entering
+    weight: int
+    bias: int | None
+    width: int  # columns of the head's result
+    dim: int  # that hold the tokens of the head's result
+    inputs: list[Entering | int | None]
+    dims: list[int]  # that hold the tokens, of each output
+    structure: str = ""
 
 
 def flatten(
@@ -73,32 +105,78 @@ def flatten(
     attention: list[Attention],
     proof: Proof,
     kernel: str,
+    tail: Tail | None = None,
     *,
     dropout: bool = True,
 ) -> FlatGraph:
     """The flat graph with the given attention kernel; with ``dropout=False``, dropout is left out.
+    What `tail` has is cut off, for `FlatGraph.tail`.
 
     Raises `Refused` where an output cannot be given its padded shape back.
     """
     by_node = {a.node: a for a in attention}
-    writer = _Writer(capture, roles, set(live), by_node, proof, kernel, dropout)
+    apart = set(tail.nodes) if tail else set()
+    writer = _Writer(capture, roles, set(live) - apart, by_node, proof, kernel, dropout)
     root = _Scope(Graph(), None)
     writer.write(capture.gm, root)
-    outputs, results = [], []
+    outputs, results, late = [], [], []
     for arg in _leaves(capture.output.args[0]):
         output = _output(capture, roles, proof.layouts, arg)
-        if output.kind in ("padded", "merged", "plain"):
+        if output.value in apart:
+            late.append(output)
+        elif output.kind in ("padded", "merged", "plain"):
             results.append(root.get(output.value))
             output.value = len(results) - 1
         outputs.append(output)
+    cut = _write_tail(writer, tail, [o.value for o in late], root, results) if tail else None
+    for number, output in enumerate(late):
+        output.value = cut.after + number  # type: ignore[union-attr]
     root.graph.output(tuple(results))
     gm = GraphModule(writer.modules, root.graph, class_name="FlatGraph")
     gm.graph.lint()
     windows = sorted({a.window for a in attention}, key=lambda w: (w is None, w))
-    flat = FlatGraph(gm, kernel, root.keys, outputs, windows=windows)
+    flat = FlatGraph(gm, kernel, root.keys, outputs, windows=windows, tail=cut)
     names = list(dict.fromkeys(n for k in root.keys if k[0] in _BY_COLUMNS for n in k[1:]))
     flat.structure = _text(gm) + repr([_unnamed(k, names) for k in root.keys])
     return flat
+
+
+def _write_tail(
+    whole: _Writer, tail: Tail, outputs: list[Node], root: _Scope, results: list[Node]
+) -> TailGraph:
+    """The tail as a graph of its own; what enters it is appended to the `results` of the flat one."""
+    writer = _TailWriter(
+        whole.capture, whole.roles, set(tail.nodes), {}, whole.proof, whole.kernel, whole.dropout
+    )
+    writer.tail = tail
+    scope = _Scope(Graph(), root)
+    scope.get(tail.head)
+    writer.write(whole.capture.gm, scope)
+    scope.graph.output(tuple(scope.get(n) for n in outputs))
+    gm = GraphModule(writer.modules, scope.graph, class_name="Tail")
+    gm.graph.lint()
+    after, layouts = len(results), whole.proof.layouts
+
+    def enter(node: Node) -> Entering:
+        results.append(root.get(node))
+        if node in tail.parts:
+            layout = layouts[node]
+            return Entering(len(results) - 1, tail.parts[node], line_of(layout), line_dim(layout))
+        return Entering(len(results) - 1)
+
+    def given(node: Node) -> Entering | int | None:
+        if node is tail.head:
+            return None
+        item = whole.capture.by_node.get(node)
+        return item.index if item and node not in tail.parts else enter(node)
+
+    index = whole.capture.by_node
+    return TailGraph(
+        gm, tail.columns, after, enter(tail.hidden), index[tail.weight].index,
+        index[tail.bias].index if tail.bias else None, line_width(layouts[tail.head]),
+        line_dim(layouts[tail.head]), [given(n) for n in scope.keys],
+        [line_dim(layouts[n]) for n in outputs], _text(gm),
+    )  # fmt: skip
 
 
 _BY_COLUMNS = ("read", "entry")
@@ -152,6 +230,7 @@ class _Writer:
         self.capture, self.roles, self.live = capture, roles, live
         self.attention, self.kernel, self.dropout = attention, kernel, dropout
         self.proof = proof
+        self.tail: Tail | None = None
         self.modules = torch.nn.Module()
 
     def write(self, gm: GraphModule, scope: _Scope) -> None:
@@ -203,7 +282,7 @@ class _Writer:
                 node in roles.slices
                 and roles.slices[node][1].symbol == roles.slices[node][1].parent
             )
-            if not whole:
+            if not whole and self.tail is None:  # all of a tail is of the same tokens
                 base = graph.call_method("index_select", (base, dim, scope.get(key)))
             index = index if isinstance(index, tuple) else (index,)
             dims = index_dims(index, roles.values[self.capture.resolve(args[0])].dim())
@@ -238,7 +317,7 @@ class _Writer:
     def _spread(self, node: Node, scope: _Scope, user: Node) -> Node:
         """A value as its user needs it: where that joins slices, an entry for each pair of tokens."""
         value, layouts = scope.get(node), self.proof.layouts
-        if node not in layouts or user not in layouts:
+        if node not in layouts or user not in layouts or self.tail is not None:
             return value
         have, need = _names(layouts[node]), _names(layouts[user])
         for name in need:
@@ -273,6 +352,10 @@ class _Writer:
         for symbol in symbols:
             name = symbol if symbol == "L" else self._columns(symbol, user)
             key = ("length", name)
+            if self.tail is not None:
+                head = self.tail.head
+                size = (scope.get(head), line_dim(self.proof.layouts[head]))
+                scope.values[key] = scope.graph.call_method("size", size)
             if key not in scope.values:
                 parts = self.proof.columns[name].parts if name != "L" else ()
                 source = ("entry", name, parts[0]) if parts else ("read", name)
@@ -304,6 +387,11 @@ class _Writer:
         plan = [scope.get(("kernel", found.window, j)) for j in range(count)]
         kwargs = {"scale": found.scale, "window": found.window, "softcap": found.softcap}
         return scope.graph.call_function(kernel.attend, (q, k, v, *plan), kwargs)
+
+
+class _TailWriter(_Writer):
+    def _node(self, node: Node, scope: _Scope) -> Node:
+        return scope.get(node) if node is self.tail.head else super()._node(node, scope)
 
 
 def _output(capture: Capture, roles: Roles, layouts: dict[Node, Layout], arg: Any) -> Output:
