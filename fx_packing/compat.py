@@ -139,6 +139,20 @@ def mark_dynamic(tensor: torch.Tensor, *dims: int) -> torch.Tensor:
     return tensor
 
 
+def any_length() -> dict[str, Any]:
+    """Arguments of the Inductor backend under which one compilation serves every length.
+
+    By default Inductor asks whether a norm's backward is worth fusing (5 * 2**20 elements, 4096 rows),
+    and guards on the answer: a length on the other side of it compiles anew. So does torch 2.11 to 2.13.
+    """
+    from torch._inductor import config
+
+    name = "mix_order_reduction_non_strict_mode"
+    if not hasattr(config.triton, name):
+        return {}
+    return {"config_patches": {f"triton.{name}": True}}
+
+
 def force_recompile(gm: GraphModule) -> None:
     """Generate the Python of a graph and of its bodies now: a lazy one cannot be traced."""
     for module in gm.modules():

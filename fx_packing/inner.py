@@ -48,11 +48,13 @@ class Compiled:
     def __init__(self, gm: GraphModule, inner: str, name: str) -> None:
         self.gm, self.compiles = gm, 0
         compat.force_recompile(gm)
-        compiler = compat.lookup_backend(_checkpointing(inner, gm))
+        name_of_inner = _checkpointing(inner, gm)
+        compiler = compat.lookup_backend(name_of_inner)
+        options = compat.any_length() if name_of_inner == "inductor" else {}
 
         def counted(graph: GraphModule, example_inputs: list[Any]) -> Callable[..., Any]:
             self.compiles += 1
-            return compiler(graph, example_inputs)
+            return compiler(graph, example_inputs, **options)
 
         self._function = torch.compile(own_function(gm, name), backend=counted, fullgraph=True)
 

@@ -42,6 +42,7 @@ class Run:
     reason: str | None = None
     kernel: str | None = None
     bins: int = 1
+    tiles: int = 0  # in which the tail after the LM head ran; 0 where there is none
 
 
 @dataclass

@@ -39,6 +39,7 @@ class Batch:
     flags: list[Tensor]  # scalars that have to be 0, looked at with the plan's synchronisation
     reads: dict[str, tuple[int, int]]  # name of a slice of the sequence -> columns [low, high)
     joined: dict[str, tuple[str, ...]]  # name of slices side by side -> their names
+    anchors: dict[str, str]  # those that have an entry where this one of the slices has a token
 
     def width(self, columns: str) -> int:
         """How many columns a line has."""
@@ -47,7 +48,9 @@ class Batch:
 
     def real(self, columns: str) -> Tensor:
         """``[B, n]`` bool: which of its entries have a token (in all slices that are joined)."""
-        parts = [self.mask[:, slice(*self.reads[p])] for p in self.joined.get(columns, (columns,))]
+        names = self.joined.get(columns, (columns,))
+        names = (self.anchors[columns],) if columns in self.anchors else names
+        parts = [self.mask[:, slice(*self.reads[p])] for p in names]
         return torch.stack(parts).all(0) if len(parts) > 1 else parts[0]
 
 
@@ -59,6 +62,7 @@ class Packed:
         self.capture = analysis.capture
         self.verdicts = Verdicts()
         self.noted = False  # whether padded and per-row numbers were compared
+        self._tiles = 0  # of the latest run
         self._padded: Compiled | None = None
         self._off: dict[tuple, tuple[int, str]] = {}  # (layout, training) -> from T on, why
         self._lock = threading.RLock()
@@ -134,7 +138,7 @@ class Packed:
         self.record.ran(
             report.Run(
                 plan.layout, batch.rows, batch.rows * batch.columns, plan.real_tokens, sum(sizes),
-                skipped or self._not_shared(batch), flat.kernel, len(sizes),
+                skipped or self._not_shared(batch), flat.kernel, len(sizes), self._tiles,
             )
         )  # fmt: skip
         compat.count(f"ran_{plan.layout}")
@@ -195,7 +199,9 @@ class Packed:
             if given.dtype != torch.bool:
                 flags.append(((given != 0) & (given != 1)).any())
         reads, joined = self._reads(args, columns)
-        return Batch(args, rows, columns, mask, flags, reads, joined)
+        known = self.analysis.proof.columns.values()
+        anchors = {c.name: c.anchor for c in known if c.anchor is not None}
+        return Batch(args, rows, columns, mask, flags, reads, joined, anchors)
 
     def _reads(self, args: Sequence[Any], columns: int) -> tuple[dict, dict]:
         """The columns of each slice along the sequence, from the sizes and ints of this call, and
@@ -304,6 +310,7 @@ class Packed:
 
     def execute(self, batch: Batch, plan: Plan, flat: FlatGraph, parts: list[Plan] | None) -> tuple[Any, ...]:
         """The captured graph's outputs in their padded shapes, by one flat forward or several."""
+        self._tiles = 0
         if parts is None:
             return self._outputs(batch, plan, flat, self._call(batch, plan, flat))
         return self._run_parts(batch, parts, flat)
@@ -334,6 +341,7 @@ class Packed:
             self.record.compiles["tail"] = compiled.compiles
             return found
 
+
         all_dims = [
             i.dim if isinstance(i, Entering) and i.part is not None else None for i in tail.inputs
         ]
@@ -342,9 +350,11 @@ class Packed:
             for i, dim in zip(tail.inputs, all_dims, strict=True)
             if i is not None
         ]
+        hidden = self._enter(batch, plan, tail, tail.hidden, results)
+        self._tiles += len(tiles.tile_bounds(hidden.shape[tail.hidden.dim], tail.width))
         return tiles.run(
             rest,
-            self._enter(batch, plan, tail, tail.hidden, results),
+            hidden,
             batch.args[tail.weight],
             None if tail.bias is None else batch.args[tail.bias],
             [value for value, _ in entering],
@@ -422,7 +432,9 @@ class Packed:
         count = plan.flags[len(plan.flags) - len(batch.joined) + list(batch.joined).index(columns)]
         return plan.remember(
             ("entries", columns),
-            lambda: _pair(parts, [self._read_of(batch, plan, p).slot for p in parts], count),
+            lambda: _pair(
+                {p: self._read_of(batch, plan, p).slot for p in parts}, batch.real(columns), count
+            ),
         )
 
     def _positions(self, plan: Plan) -> Tensor:
@@ -443,6 +455,9 @@ class Packed:
                 outputs.append(self.analysis.roles.at(output.value, self.sizes(batch)))
             elif output.kind in ("padded", "merged"):
                 slot = self._slot(batch, plan, output.columns)
+                if output.late and output.columns != flat.tail.columns:
+                    slot = self._slot(batch, plan, flat.tail.columns)
+                    slot = torch.where(batch.real(output.columns), slot, -1)
                 outputs.append(_scatter(results[output.value], slot, output.kind))
             else:
                 outputs.append(output.value)
@@ -493,8 +508,9 @@ class Packed:
         for item in self._tokens:
             args[item.index] = args[item.index][rows]
         return Batch(
-            args, len(rows), batch.columns, batch.mask[rows], [], batch.reads, batch.joined
-        )
+            args, len(rows), batch.columns, batch.mask[rows], [], batch.reads, batch.joined,
+            batch.anchors,
+        )  # fmt: skip
 
     def _run_parts(self, batch: Batch, parts: list[Plan], flat: FlatGraph) -> tuple[Any, ...]:
         pieces, orders = [], []
@@ -573,15 +589,14 @@ class Entries:
     slot: Tensor  # [B, n] int64, the entry of each position; -1 where there is none
 
 
-def _pair(parts: tuple[str, ...], slots: list[Tensor], count: int) -> Entries:
-    real = torch.stack(slots).amin(0) >= 0
+def _pair(slots: dict[str, Tensor], real: Tensor, count: int) -> Entries:
     flat = real.flatten()
     place = flat.cumsum(0) - 1
     size = max(count, 2)  # compilers specialise on 1
     where = torch.zeros(size + 1, dtype=torch.int64, device=flat.device)
     numbers = torch.arange(len(flat), device=flat.device)
     where.scatter_(0, torch.where(flat, place, size), numbers)
-    index = {p: s.flatten()[where[:size]].clamp_min(0) for p, s in zip(parts, slots, strict=True)}
+    index = {p: s.flatten()[where[:size]].clamp_min(0) for p, s in slots.items()}
     return Entries(index, torch.where(flat, place, -1).view_as(real))
 
 

@@ -46,6 +46,7 @@ class Output:
     kind: str
     value: Any = None
     columns: str = "L"
+    late: bool = False  # a result of the tail
 
 
 @dataclass
@@ -123,6 +124,7 @@ def flatten(
     for arg in _leaves(capture.output.args[0]):
         output = _output(capture, roles, proof.layouts, arg)
         if output.value in apart:
+            output.late = True
             late.append(output)
         elif output.kind in ("padded", "merged", "plain"):
             results.append(root.get(output.value))
@@ -197,11 +199,14 @@ class _Scope:
         self.values: dict[Key, Node] = {}
         self.keys: list[Key] = []  # what the placeholders stand for, in order
         self._last: Node | None = None
+        self._taken: set[str] = set()
 
     def get(self, key: Key) -> Node:
         if key not in self.values:
             name = key.name if isinstance(key, Node) else "_".join(str(k) for k in key)
             name = re.sub(r"\W+", "_", name).rstrip("_")
+            name = name if name not in self._taken else f"{name}_{len(self.keys)}"
+            self._taken.add(name)
             if self.parent is None and isinstance(key, Node):
                 raise AssertionError(f"{key} was not written")
             if self._last is not None:

@@ -11,7 +11,7 @@ here. The tail of a graph that returns the logits themselves, or anything else a
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 import torch
 from torch.fx import Node
@@ -76,12 +76,13 @@ def _tail(
         return None
     if any(_entangled(capture, roles, attention, proof, n) for n in nodes):
         return None
-    lines = {line_of(proof.layouts[n]) for n in outputs}
-    if len(lines) != 1 or None in lines:
+    lines = {line_of(proof.layouts[n]) for n in outputs} - {None}
+    joined = [n for n in lines if n in proof.columns and proof.columns[n].parts]
+    columns = joined[0] if joined else next(iter(lines), None)
+    wanted = set(proof.columns[columns].parts) if joined else {columns}
+    if columns is None or len(joined) > 1 or not lines <= wanted | {columns}:
         return None
-    tail = Tail(head, hidden, weight, bias, nodes, next(iter(lines)))  # type: ignore[arg-type]
-    wanted = set(proof.columns[tail.columns].parts) if tail.columns in proof.columns else set()
-    wanted = wanted or {tail.columns}
+    tail = Tail(head, hidden, weight, bias, nodes, columns)
     entering = [head, *(o for n in nodes for o in capture.operands(n) if o not in inside)]
     for node in dict.fromkeys(entering):
         if node is hidden or node not in proof.layouts or line_of(proof.layouts[node]) is None:
@@ -91,24 +92,28 @@ def _tail(
             return None
         tail.parts[node] = parts.pop()
     tail.parts[hidden] = tail.parts.pop(head)
+    if lines != {columns}:  # what needs the logits alone also has a place where the next token is none
+        if not lines <= {columns, tail.parts[hidden]}:
+            return None
+        known = proof.columns[columns]
+        tail.columns = f"{columns} of {tail.parts[hidden]}"
+        anchored = replace(known, name=tail.columns, anchor=tail.parts[hidden])
+        proof.columns.setdefault(tail.columns, anchored)
     return tail
 
 
-def _entangled(
-    capture: Capture, roles: Roles, attention: list[Attention], proof: Proof, node: Node
-) -> bool:
+def _entangled(capture: Capture, roles: Roles, attention: list[Attention], proof: Proof, node: Node) -> bool:
     """Whether a node cannot be run apart from the rest, and once more in the backward."""
     if node in {a.node for a in attention} or node.target in STATE or node not in proof.layouts:
         return True
     in_body = node.graph is not capture.gm.graph
     random = node.target is torch.nn.functional.dropout
-    position = node in roles.tables or (node in roles.slices and node not in proof.cuts)
-    return in_body or random or position or line_of(proof.layouts[node]) is None
+    cut = roles.slices[node][1] if node in roles.slices else None
+    apart = node in roles.tables or (cut and node not in proof.cuts and cut.symbol != cut.parent)
+    return in_body or random or bool(apart) or line_of(proof.layouts[node]) is None
 
 
-def _reached(
-    proof: Proof, node: Node, inside: set[Node], capture: Capture, wanted: set[str]
-) -> set[str]:
+def _reached(proof: Proof, node: Node, inside: set[Node], capture: Capture, wanted: set[str]) -> set[str]:
     """The lines of `wanted` that a value becomes part of, by the slices that are taken of it."""
     found: set[str] = set()
     seen, todo = set(), [node]
@@ -143,5 +148,3 @@ def line_dim(layout: Layout) -> int:
 def line_width(layout: Layout) -> int:
     """How many numbers a token has."""
     return math.prod(f for factors in layout for f in factors if not isinstance(f, str))
-
-

@@ -37,13 +37,15 @@ Layout = tuple[tuple[Any, ...], ...]  # for each dimension its factors: names, a
 class Columns:
     """Which columns of the batch a line of tokens holds: a slice of `parent`, as in
     ``L[-9:]``; or, joined, what several slices of equal length hold side by side, as in
-    ``L[:-1]&L[1:]``, the logits of one token and the id of the next."""
+    ``L[:-1]&L[1:]``, the logits of one token and the id of the next. There is an entry where all parts
+    have a token, or where the one part `anchor` has."""
 
     name: str
     symbol: str  # its length
     parent: str = ""
     cut: Slice | None = None
     parts: tuple[str, ...] = ()
+    anchor: str | None = None
 
 
 @dataclass
