@@ -164,7 +164,9 @@ def header(device, layers):
 def save(path, head, row):
     """Add a row to a file, in the place of an older one of the same way and batch."""
     found = json.loads(path.read_text()) if path.exists() else {}
-    rows = found.get("results", []) if {k: found.get(k) for k in head} == head else []
+    if {k: found.get(k) for k in head} != head:  # of another card or version
+        found = {}
+    rows = found.get("results", [])
     rows = [r for r in rows if (r["batch"], r["way"]) != (row["batch"], row["way"])] + [row]
     for r in rows:
         padded = next((p for p in rows if (p["batch"], p["way"]) == (r["batch"], "padded")), None)
@@ -172,7 +174,7 @@ def save(path, head, row):
             for key in ("forward_ms", "both_ms", "peak_gib"):
                 r[f"{key.split('_')[0]}_ratio"] = round(padded[key] / r[key], 2)
     path.parent.mkdir(parents=True, exist_ok=True)
-    path.write_text(json.dumps(head | {"results": rows}, indent=1) + "\n")
+    path.write_text(json.dumps(head | found | {"results": rows}, indent=1) + "\n")
 
 
 def main() -> None:
