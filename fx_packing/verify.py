@@ -7,7 +7,9 @@ are (``"captured"``). It is evaluated twice, in ways that have to agree:
     all rows        in batches, padded on the right      values, in training all gradients
     a few rows      each alone                           the same
 
-How much the packed result may differ is measured, not assumed: by the noise between the two, and by a
+In half precision two of them are evaluated in float32 as well.
+
+How much the packed result may differ is measured, not assumed: by the noise between these, and by a
 negative control, the same flat graph with the boundaries between rows removed, which has to fail
 clearly before a pass counts.
 """
@@ -16,6 +18,7 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Iterator, Sequence
+from contextlib import nullcontext
 from dataclasses import dataclass, field
 from math import inf, isfinite
 from typing import TYPE_CHECKING, Any
@@ -28,13 +31,17 @@ from .forest import Plan
 from .gradients import Leaves, own_autocast_cache, size
 from .passes.evaluate import evaluate
 from .passes.flatten import FlatGraph, output_nodes
+from .passes.widen import HALF, Widened
 from .report import Verification
 
 if TYPE_CHECKING:
     from .runtime import Batch, Packed
 
 _ALONE = 4  # rows that are evaluated alone
-_NOISE = 8.0  # how many times the measured noise is allowed
+_WIDE = 2  # of these, that are also evaluated in float32 where the graph computes in half precision
+_NOISE = 8.0  # how many times the noise between two ways to evaluate the reference is allowed
+_ROUNDING = 4.0  # how many times the distance of the reference from float32
+_MEAN = 3.0  # how many times the root mean square of rounding, of which two right ways have 1.4
 _CONTROL = 4.0  # how many times the tolerance the negative control has to miss by
 _CHUNK = 1 << 24  # elements compared at a time
 
@@ -92,7 +99,8 @@ class _Check:
         self.rows = [r for r in plan.order.tolist() if self.reference.lengths[r]]
         self.few = _few(self.rows, self.reference.lengths, plan)
         self.wanted: list[int] = []
-        self.error = self.noise = self.scale = self.control = self.allowed = 0.0
+        self.error = self.noise = self.rounding = self.scale = self.control = self.allowed = 0.0
+        self.spread: tuple[float, float] | None = None  # root mean squares: packed, and of rounding
         self.compared: set[int] = set()
 
     def run(self, parts: list[Plan] | None, outputs: tuple[Any, ...] | None) -> Outcome:
@@ -107,16 +115,24 @@ class _Check:
             return self._open("no row with real tokens, or no output to compare")
         self.reference.outputs = [(self.flat.outputs[j], j) for j in self.wanted]
         probe = _Probe(self.reference, [outputs[j] for j in self.wanted]) if self.leaves.places else None
-        sketches: dict[str, dict[int, Tensor]] = {n: {} for n in ("packed", "rest", "few", "alone")}
+        names = ("packed", "rest", "few", "alone", "narrow", "wide")
+        sketches: dict[str, dict[int, Tensor]] = {n: {} for n in names}
         if probe is not None:
             self._backward(probe.packed(outputs), sketches["packed"])
         outputs = tuple(o.detach() if isinstance(o, Tensor) else o for o in outputs)
 
         alone: dict[int, list[Tensor]] = {}
+        widened = _shortest(self.few, self.reference.lengths) if _computes_in_half(self) else []
         for row in self.few:
-            entries = self._evaluated([row], probe, sketches["alone"])
+            own: dict[int, Tensor] = {}
+            entries = self._evaluated([row], probe, own)
+            _add(sketches["alone"], own)
             if _finite(entries):
                 alone[row] = entries
+            if row in widened and _finite(entries):
+                _add(sketches["narrow"], own)
+                wide = self._evaluated([row], probe, sketches["wide"], Widened())
+                self._measure_rounding(row, entries, wide, outputs)
         if not alone:
             return self._open("the captured graph itself is not finite on the real tokens of its rows")
         for rows in _chunks(self.rows, self.few, self.reference.lengths, self.plan):
@@ -129,7 +145,9 @@ class _Check:
         # Results of a few units in the last place of the largest one are always allowed: the measured
         # noise can be zero where both evaluations of the reference happen to run the same kernels.
         dtype = outputs[self.wanted[0]].dtype
-        self.allowed = max(_NOISE * self.noise, _units(dtype) * self.scale)
+        self.allowed = max(
+            _NOISE * self.noise, _ROUNDING * self.rounding, _units(dtype) * self.scale
+        )
         outcome = Outcome([self._values(alone)], note=self._note(alone))
         if probe is not None and not outcome.wrong:
             record = _compare_gradients(self.packed, self.leaves.places, sketches, dtype)
@@ -137,12 +155,18 @@ class _Check:
         outcome.small = bool(outcome.wrong) and self.error * _CONTROL < self.control
         return outcome
 
-    def _evaluated(self, rows: list[int], probe: _Probe | None, into: dict[int, Tensor]) -> list[Tensor]:
+    def _evaluated(
+        self,
+        rows: list[int],
+        probe: _Probe | None,
+        into: dict[int, Tensor],
+        widened: Widened | None = None,
+    ) -> list[Tensor]:
         """The read real entries of `rows` in each wanted output of the reference; the sketches of the
         gradients of these rows are added to `into`."""
         if len(rows) == 1 or not self.reference.by_row:
             with own_autocast_cache():
-                values = self.reference.values(rows)
+                values = self.reference.values(rows, widened)
                 entries = [self.reference.entries(rows, i, v.detach()) for i, v in enumerate(values)]
                 # Padding can break the numbers of rows that are not broken by themselves.
                 if len(rows) == 1 or _finite(entries):
@@ -151,6 +175,23 @@ class _Check:
                     return entries
         parts = [self._evaluated([row], probe, into) for row in rows]
         return [torch.cat(p) for p in zip(*parts, strict=True)]
+
+    def _measure_rounding(
+        self, row: int, narrow: list[Tensor], wide: list[Tensor], outputs: tuple[Any, ...]
+    ) -> None:
+        """How far rounding takes the reference from float32, and how far the packed result is."""
+        squares, count = [0.0, 0.0], 0
+        for i, (rounded, exact) in enumerate(zip(narrow, wide, strict=True)):
+            self.rounding = max(self.rounding, _distance(rounded, exact))
+            got = self.reference.picked(outputs, [row], i)
+            squares[0] += _squares(got, rounded)
+            squares[1] += _squares(rounded, exact)
+            count += rounded.numel()
+        found = tuple((s / max(count, 1)) ** 0.5 for s in squares)
+        if self.spread is None or found[0] / max(found[1], 1e-30) > self.spread[0] / max(
+            self.spread[1], 1e-30
+        ):
+            self.spread = found  # type: ignore[assignment]
 
     def _backward(self, loss: Tensor, into: dict[int, Tensor]) -> None:
         if loss.requires_grad:
@@ -195,6 +236,10 @@ class _Check:
         text = f"{len(self.compared)} of {len(self.rows)} rows"
         if not self.error <= self.allowed:
             return self._record(False, f"compared {text}", self.error, self.allowed)
+        floor = _units(torch.float32) * self.scale
+        if self.spread and self.spread[0] > max(_MEAN * self.spread[1], floor):
+            why = "root mean square {:.3g}, that of rounding is {:.3g}".format(*self.spread)
+            return self._record(False, why, self.error, self.allowed)
         if len(self.rows) < 2:
             return self._record(True, "a single row", self.error, self.allowed)
         if self.control > _CONTROL * self.allowed:
@@ -278,7 +323,7 @@ class _Reference:
             self._counts[i] = self.real(i).sum(1).tolist()
         return [self._counts[i][r] for r in rows]
 
-    def values(self, rows: list[int]) -> list[Tensor]:
+    def values(self, rows: list[int], widened: Widened | None = None) -> list[Tensor]:
         """``[n, columns, ...]`` of each wanted output."""
         packed, batch = self.packed, self.batch
         capture, roles, padding = packed.capture, packed.analysis.roles, packed.analysis.padding
@@ -303,10 +348,12 @@ class _Reference:
         sizes = packed.sizes(batch) | {"B": len(rows), "L": longest}
         leaves = output_nodes(capture)
         nodes = [leaves[j] for _, j in self.outputs]
-        found = evaluate(
-            capture, roles, nodes, sizes, feeds, whole=not self.captured,
-            take=self._taker(index) if self.gathers else None, literal=_no_dropout, state=True,
-        )  # fmt: skip
+        with widened.active(batch.mask.device.type) if widened else nullcontext():
+            found = evaluate(
+                capture, roles, nodes, sizes, feeds, whole=not self.captured,
+                take=self._taker(index) if self.gathers else None, literal=_no_dropout, state=True,
+                widened=widened,
+            )  # fmt: skip
         values = [found[n] for n in nodes]
         return [
             v.unflatten(0, (len(rows), -1)) if o.kind == "merged" else v
@@ -402,7 +449,8 @@ class _Probe:
 
     def _of(self, i: int, value: Tensor, weights: Tensor) -> Tensor:
         wide = torch.promote_types(value.dtype, torch.float32)
-        return ((value @ self.signs[i]).to(wide) * weights.to(wide)).sum().double()
+        signs = self.signs[i].to(value.dtype)
+        return ((value @ signs).to(wide) * weights.to(wide)).sum().double()
 
 
 def _compare_gradients(
@@ -417,6 +465,8 @@ def _compare_gradients(
         few, alone = sketches["few"].get(p), sketches["alone"].get(p)
         spread = size(_minus(few, alone))
         noises[p] = spread * max(1.0, norms[p] / size(few)) if size(few) else spread
+    rounding = {p: _relative(sketches["narrow"].get(p), sketches["wide"].get(p)) for p in places}
+    rounding_middle = sorted(rounding.values())[len(places) // 2]
     relative = sorted(noises[p] / norms[p] for p in places if norms[p] > 0)
     if not relative or not all(map(isfinite, relative)):
         why = "the captured graph's own gradients are zero or not finite: proves nothing"
@@ -428,12 +478,19 @@ def _compare_gradients(
         error = error if isfinite(error) else inf
         # A gradient that is zero but for rounding (a bias of keys, say) is as exact as the largest is.
         floor = _units(dtype) * norms[p] + _units(torch.float32) * top
-        allowed = max(_NOISE * noises[p], _NOISE * middle * norms[p], floor)
+        rounds = _ROUNDING * max(rounding[p], rounding_middle) * norms[p]
+        allowed = max(_NOISE * noises[p], _NOISE * middle * norms[p], rounds, floor)
         base = norms[p] or top
         worst = max(worst, (error / allowed, p, error / base, allowed / base))
     ratio, place, error, allowed = worst
     why = f"{len(places)} tensors, nearest its tolerance: {dotted(packed.capture.inputs[place].source)}"
     return Verification("", error, allowed, True, ratio <= 1, why)
+
+
+def _relative(narrow: Tensor | None, wide: Tensor | None) -> float:
+    """How far rounding takes a gradient, relative to its size; 0 where that was not measured."""
+    found = size(_minus(narrow, wide)) / size(wide) if size(wide) else 0.0
+    return found if isfinite(found) else 0.0
 
 
 def _controls(plan: Plan, packed: Packed) -> Iterator[Plan]:
@@ -509,6 +566,21 @@ def _has_dropout(packed: Packed) -> bool:
     )
 
 
+def _computes_in_half(check: _Check) -> bool:
+    """Whether half precision occurs in the graph as it runs."""
+    values = [*check.batch.args, *(n.meta.get("example_value") for n in check.packed.capture.nodes)]
+    return any(isinstance(v, Tensor) and v.dtype in HALF for v in values)
+
+
+def _shortest(rows: list[int], lengths: list[int]) -> list[int]:
+    return sorted(rows, key=lambda r: lengths[r])[:_WIDE]
+
+
+def _add(total: dict[int, Tensor], more: dict[int, Tensor]) -> None:
+    for place, value in more.items():
+        total[place] = total[place] + value if place in total else value
+
+
 def _units(dtype: torch.dtype) -> float:
     """A few units in the last place of 1."""
     few = 4 if dtype in (torch.float16, torch.bfloat16) else 64
@@ -525,6 +597,12 @@ def _sum(a: Tensor | None, b: Tensor | None) -> Tensor | None:
 
 def _minus(a: Tensor | None, b: Tensor | None) -> Tensor | None:
     return _sum(a, None if b is None else -b)
+
+
+def _squares(a: Tensor, b: Tensor) -> float:
+    """The sum of the squared differences, a piece at a time."""
+    parts = zip(a.flatten().split(_CHUNK), b.flatten().split(_CHUNK), strict=True)
+    return sum(float((x.float() - y.float()).square().sum()) for x, y in parts)
 
 
 def _distance(a: Tensor, b: Tensor) -> float:

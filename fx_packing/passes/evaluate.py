@@ -18,6 +18,7 @@ from torch.fx.node import map_arg
 from ..capture import Capture
 from .inplace import storages
 from .roles import STATE, Roles, Size, cut_table, map_sizes
+from .widen import Widened
 
 
 def ancestors(
@@ -68,14 +69,15 @@ def evaluate(
     take: Callable[[Any, int, Node], Any] | None = None,
     literal: Callable[[Node, Any], Any] | None = None,
     state: bool = False,
+    widened: Widened | None = None,
 ) -> dict[Node, Any]:
     """The values of `targets` where the symbols have the given `sizes`.
 
     `feeds` gives the values of some nodes (placeholders, or any node at which to start). With
     `whole`, slices along the sequence take all of it, or what ``take(tensor, dim, node)`` gives.
-    `literal` may replace numbers in arguments.
-    With `state`, the graph's own autocast regions hold, and where gradients are recorded its
-    no-grad regions too; both end as they began. Raises whatever an operation raises, and KeyError
+    `literal` may replace numbers in arguments. With `state`, the graph's own
+    autocast regions hold, and where gradients are recorded its no-grad regions too; both end as they
+    began. With `widened`, all is in float32 at least. Raises whatever an operation raises, and KeyError
     where an input was not fed.
     """
     sizes = dict(sizes)
@@ -92,9 +94,11 @@ def evaluate(
                 values[node] = feeds[node]
                 continue
             if state and node.target in STATE:
+                if widened is not None and node.target is not torch._C._set_grad_enabled:
+                    continue
                 values[node] = switch(node.target, [values.get(a, a) for a in node.args])
                 continue
-            values[node] = _run(capture, roles, node, values, sizes, whole, take, literal)
+            values[node] = _run(capture, roles, node, values, sizes, whole, take, literal, widened)
             for operand in set(capture.operands(node)):
                 if last[operand] is node and operand not in targets:
                     values.pop(operand, None)
@@ -134,6 +138,7 @@ def _run(
     whole: bool,
     take: Callable[[Any, int, Node], Any] | None,
     literal: Callable[[Node, Any], Any] | None,
+    widened: Widened | None,
 ) -> Any:
     if roles.exact(node, sizes):
         return _number(roles, roles.values[node], sizes)
@@ -149,7 +154,8 @@ def _run(
     args, kwargs = map_sizes((args, kwargs), lambda s: roles.at(s, sizes))
 
     def value(arg: Any) -> Any:
-        return map_arg(arg, lambda n: map_arg(capture.resolve(n), lambda r: values[r]))
+        wide = widened or (lambda v: v)
+        return map_arg(arg, lambda n: map_arg(capture.resolve(n), lambda r: _each(wide, values[r])))
 
     if node in roles.tables:
         return cut_table((value(args[0]), args[1]), roles.tables[node], sizes["L"])
@@ -167,9 +173,26 @@ def _run(
         sizes[cut.symbol] = result.shape[out[0]] if out else sizes.get(cut.symbol, 1)
         return result
     args, kwargs = value((args, kwargs))
+    target = node.target
+    if widened is not None:
+        args, kwargs = _each(widened, (args, kwargs))
+        target = widened.method(target) if node.op == "call_method" else target
     if node.op == "call_method":
-        return getattr(args[0], node.target)(*args[1:], **kwargs)
-    return node.target(*args, **kwargs)
+        result = getattr(args[0], target)(*args[1:], **kwargs)
+    else:
+        result = target(*args, **kwargs)
+    if widened is not None:
+        widened.done()
+    return result
+
+
+def _each(change: Callable[[Any], Any], value: Any) -> Any:
+    """`change` of every leaf of nested arguments."""
+    if type(value) in (tuple, list):
+        return type(value)(_each(change, v) for v in value)
+    if type(value) is dict:
+        return {k: _each(change, v) for k, v in value.items()}
+    return change(value)
 
 
 def _number(roles: Roles, value: Any, sizes: dict[str, int]) -> Any:
