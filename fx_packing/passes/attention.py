@@ -26,6 +26,7 @@ from ..capture import Capture, Input
 from ..errors import Refused, where
 from .evaluate import ancestors, evaluate, probe_inputs
 from .roles import Roles, Size, as_sizes
+from .widen import Widened
 
 SDPA = torch.nn.functional.scaled_dot_product_attention
 _PRODUCTS = {torch.matmul, operator.matmul, torch.bmm, "matmul", "bmm"}
@@ -501,7 +502,10 @@ class _MaskReader:
         feeds = {**probe_inputs(self.capture), **feeds}
         if padding is not None:
             feeds[padding.node] = mask.to(padding.example.dtype)
-        return evaluate(self.capture, self.roles, [target], sizes, feeds, literal=literal)[target]
+        # In float32: what is asked here is what a graph means, not how its dtype rounds.
+        return evaluate(
+            self.capture, self.roles, [target], sizes, feeds, literal=literal, widened=Widened()
+        )[target]
 
     def _meaning(
         self, targets: list[Node], stop: list[Node], keep: Keep, padding: Input | None, heads: int,
