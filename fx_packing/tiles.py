@@ -82,8 +82,7 @@ class _Tiled(torch.autograd.Function):
                 ]
                 del logits
                 with torch.enable_grad():
-                    # In-place operations of the graph may change a view, not a leaf.
-                    results = ctx.rest(leaves[0].view_as(leaves[0]), *leaves[1:])
+                    results = ctx.rest(*leaves)
                 pairs = [
                     (r, g.narrow(d, low, high - low))
                     for r, g, d in zip(results, grads, ctx.out_dims, strict=True)

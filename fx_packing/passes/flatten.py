@@ -396,7 +396,12 @@ class _Writer:
 
 class _TailWriter(_Writer):
     def _node(self, node: Node, scope: _Scope) -> Node:
-        return scope.get(node) if node is self.tail.head else super()._node(node, scope)
+        if node is not self.tail.head:
+            return super()._node(node, scope)
+        # What the graph changes in place must not be the leaf that gradients are taken of.
+        changed = any(n in self.roles.mutations for n in self.tail.nodes)
+        head = scope.get(node)
+        return scope.graph.call_method("clone", (head,)) if changed else head
 
 
 def _output(capture: Capture, roles: Roles, layouts: dict[Node, Layout], arg: Any) -> Output:

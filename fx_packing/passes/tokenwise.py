@@ -392,7 +392,7 @@ class _Checker(TorchDispatchMode):
         if a not in known or b not in known or known[a].symbol != known[b].symbol:
             raise Mixes("combines dimensions that number the tokens differently")
         parts = [p for name in (a, b) for p in known[name].parts or (name,)]
-        parts = list(dict.fromkeys(parts))
+        parts = sorted(set(parts))
         name = "&".join(parts)
         known.setdefault(name, Columns(name, known[a].symbol, parts=tuple(parts)))
         return name
