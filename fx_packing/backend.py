@@ -1,7 +1,7 @@
 """``torch.compile(model, backend="grpo_pack")``: the whole way through, on one screen.
 
-    capture - roles - attention - live - proof - (a refusal, with its reason)     once a captured graph
-    flag - plan - cap - layout - gather - flat graph - scatter - (first: verify)  each call, `runtime.py`
+capture - roles - attention - live - proof - (a refusal, with its reason)     once a captured graph
+flag - plan - cap - layout - gather - flat graph - scatter - (first: verify)  each call, `runtime.py`
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ class GrpoPack:
         parsed = Options.parse(options)
         record = report.new_graph()
         compat.guard_on_switch()
-        compat.dump_graph("grpo_pack.captured", gm)
+        compat.dump_graph("grpo_pack.captured", lambda: gm)
         try:
             analysis = self._analyse(gm, example_inputs, parsed)
         except Refused as refusal:
@@ -47,9 +47,7 @@ class GrpoPack:
         compat.count("rewritten")
         return _as_function(runtime.Packed(analysis, parsed, record))
 
-    def _analyse(
-        self, gm: GraphModule, example_inputs: Sequence[Any], options: Options
-    ) -> passes.Analysis:
+    def _analyse(self, gm: GraphModule, example_inputs: Sequence[Any], options: Options) -> passes.Analysis:
         if not (switch.ENABLED and options.enabled):
             raise Refused("switched off (enabled=False, fx_packing.disabled or FX_PACKING=0)")
         if compat.ddp_is_splitting():
@@ -58,7 +56,10 @@ class GrpoPack:
                 "torch._dynamo.config.optimize_ddp = False"
             )
         analysis = passes.analyse(capture.read(gm, example_inputs))
-        compat.dump_graph("grpo_pack.flat", analysis.flat("segments").gm)
+        flat = analysis.flat("segments")
+        compat.dump_graph("grpo_pack.flat", lambda: flat.gm)
+        if options.layout in ("auto", "prefix"):  # what prefixes run on CUDA; elsewhere they run `flat`
+            compat.dump_graph("grpo_pack.prefix", lambda: analysis.flat("flex").gm)
         return analysis
 
     def _refuse(

@@ -17,6 +17,7 @@ from . import attention as kernels
 from . import compat, report, switch, verify
 from .forest import Plan, make_plan
 from .inner import Compiled, compile_flat
+from .masks import BLOCK
 from .options import Options
 from .passes import Analysis
 from .passes.flatten import FlatGraph
@@ -267,7 +268,7 @@ class Packed:
             if key[0] == "input":
                 values.append(batch.args[key[1]])
             elif key[0] == "token":
-                values.append(_gather(batch, plan, batch.args[key[1]]))
+                values.append(_gather(batch, plan, batch.args[key[1]], key[2]))
             elif key[0] == "positions":
                 values.append(compat.mark_dynamic(self._positions(plan), 0))
             elif key[0] == "read":
@@ -278,9 +279,10 @@ class Packed:
         return values
 
     def _positions(self, plan: Plan) -> Tensor:
+        """[n, 128]"""
         if self.options.positions == "row":
-            return plan.depth
-        return plan.remember("columns", lambda: plan.source % plan.columns)
+            return plan.remember("positions", lambda: plan.depth.view(-1, BLOCK).clone())
+        return plan.remember("columns", lambda: plan.source.view(-1, BLOCK) % plan.columns)
 
     def _outputs(
         self, batch: Batch, plan: Plan, flat: FlatGraph, results: Sequence[Tensor]
@@ -386,18 +388,20 @@ class Packed:
         raise Fallback(f"the check of layout {plan.layout} failed: {result.why}")
 
 
-def _gather(batch: Batch, plan: Plan, value: Tensor) -> Tensor:
-    """[1, T_pad, ...] from [B, L, ...], or from [1, L, ...]; no view, which Dynamo traces with its base."""
-    if value.dim() < 2 or value.shape[0] != batch.rows:
-        columns = plan.source % plan.columns
-        if value.dim() < 2:
-            return compat.mark_dynamic(value.index_select(0, columns), 0)
-        return compat.mark_dynamic(value.index_select(1, columns), 1)
+def _gather(batch: Batch, plan: Plan, value: Tensor, dim: int) -> Tensor:
+    """[1, n, 128, ...] from [B, L, ...] or [1, L, ...], or [n, 128] from [L] (`dim` is 0).
+
+    No view where that can be, since Dynamo traces a view with its base.
+    """
+    source = plan.source.view(-1, BLOCK)
+    if value.shape[0] != batch.rows or dim == 0:  # one row for all: a number a column
+        columns = source % plan.columns
+        return compat.mark_dynamic(value[:, columns] if dim else value[columns], dim)
     flat = value.flatten(0, 1)
     if value.is_floating_point():  # embeddings: their backward is one addition of rows
-        flat = flat.index_select(0, plan.source).unsqueeze(0)
+        flat = flat.index_select(0, plan.source).view(1, *source.shape, *flat.shape[1:])
     else:
-        flat = flat[plan.source.unsqueeze(0)]
+        flat = flat[source.unsqueeze(0)]
     return compat.mark_dynamic(flat, 1)
 
 

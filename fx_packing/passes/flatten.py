@@ -3,17 +3,22 @@
     captured                                     flat
     ids [B, L] -> embedding -> view(B, L, ..)    ids [1, T] -> embedding -> view(1, T, ..)
     arange(L)                                    positions [T]
-    sdpa(q, repeat(k), repeat(v), mask)          attend(q, k, v, *plan)
+    sdpa(q, repeat(k), repeat(v), mask)          attend(q, k, v, *plan), or FlexAttention nodes (`flex.py`)
     h[:, -K:] -> lm_head                         h.index_select(1, read) -> lm_head
 
 It knows neither B nor L: T comes with the inputs, so one compiled flat graph serves every padded
-shape, and a later capture of the same model, whose flat graph is the same text, reuses it.
+shape, and a later capture of the same model, whose flat graph is the same text, reuses it. What has a
+value a token comes in blocks [1, n, 128] and is joined to [1, 128 * n] first of all: so every compiler
+sees that T is whole blocks.
 """
 
 from __future__ import annotations
 
+import itertools
 import operator
-from dataclasses import dataclass, field
+import re
+from collections.abc import Iterator
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -21,8 +26,9 @@ from torch.fx import Graph, GraphModule, Node
 from torch.fx.node import map_arg
 
 from .. import attention as kernels
-from ..capture import Capture
+from ..capture import Capture, Input
 from ..errors import Refused
+from . import flex
 from .attention import Attention
 from .inplace import storages
 from .roles import Roles, Size, index_dims, is_number
@@ -49,9 +55,10 @@ class Output:
 class FlatGraph:
     """A rewritten graph. `inputs` names what each placeholder takes, in order:
 
-    ``("input", i)`` captured input i as it is; ``("token", i)`` its real tokens, [1, T, ...];
-    ``("positions",)`` [T] int64; ``("read", symbol)`` the stored tokens that a slice of the sequence
-    reads, [S] int64; ``("kernel", window, j)`` the j-th plan tensor of the attention kernel.
+    ``("input", i)`` captured input i as it is; ``("token", i, d)`` its real tokens, [1, n, 128, ...],
+    or [n, 128] where its columns are its first dimension (d = 0); ``("positions",)`` [n, 128] int64;
+    ``("read", symbol)`` the stored tokens that a slice of the sequence reads, [S] int64;
+    ``("kernel", window, j)`` the j-th plan tensor of the attention kernel.
     """
 
     gm: GraphModule
@@ -59,7 +66,6 @@ class FlatGraph:
     inputs: list[tuple]
     outputs: list[Output]
     structure: str = ""
-    windows: list[int | None] = field(default_factory=list)
 
 
 def flatten(
@@ -77,7 +83,7 @@ def flatten(
     Raises `Refused` where an output cannot be given its padded shape back.
     """
     writer = _Writer(capture, roles, set(live), {a.node: a for a in attention}, kernel, dropout)
-    root = _Scope(Graph(), None)
+    root = Scope(writer)
     writer.write(capture.gm, root)
     outputs, results = [], []
     for arg in _leaves(capture.output.args[0]):
@@ -87,10 +93,9 @@ def flatten(
             output.value = len(results) - 1
         outputs.append(output)
     root.graph.output(tuple(results))
-    gm = GraphModule(writer.modules, root.graph, class_name="FlatGraph")
+    gm = GraphModule(root.modules, root.graph, class_name="FlatGraph")
     gm.graph.lint()
-    windows = sorted({a.window for a in attention}, key=lambda w: (w is None, w))
-    flat = FlatGraph(gm, kernel, root.keys, outputs, windows=windows)
+    flat = FlatGraph(gm, kernel, root.keys, outputs)
     symbols = list(dict.fromkeys(k[1] for k in root.keys if k[0] == "read"))
     flat.structure = _text(gm) + repr(
         [
@@ -101,30 +106,49 @@ def flatten(
     return flat
 
 
-class _Scope:
+class Scope:
     """A graph being written, and the values it has; a body takes what it lacks as an argument."""
 
-    def __init__(self, graph: Graph, parent: _Scope | None) -> None:
-        self.graph, self.parent = graph, parent
+    def __init__(self, writer: _Writer, parent: Scope | None = None) -> None:
+        self.graph, self.modules = Graph(), torch.nn.Module()
         self.values: dict[Key, Node] = {}
         self.keys: list[Key] = []  # what the placeholders stand for, in order
-        self._last: Node | None = None
+        self._writer, self._parent = writer, parent
+        self._names: set[str] = set()
+        self._last: Node | None = None  # argument
+        self._last_joined: Node | None = None
 
     def get(self, key: Key) -> Node:
+        """The node of a value, which becomes an argument where it was not computed here."""
         if key not in self.values:
-            name = key.name if isinstance(key, Node) else "_".join(str(k) for k in key)
-            if self.parent is None and isinstance(key, Node):
+            if self._parent is None and isinstance(key, Node):
                 raise AssertionError(f"{key} was not written")
-            if self._last is not None:
-                place = self.graph.inserting_after(self._last)
-            else:  # before all nodes, or at the end of an empty graph
-                first = next(iter(self.graph.nodes), None)
-                place = self.graph.inserting_before(first)
-            with place:
-                self._last = self.graph.placeholder(name)
-            self.values[key] = self._last
+            name, dim = self._writer.name(key), self._writer.in_blocks(key)
+            joined = self._parent is None and dim is not None
+            node = self._argument(f"{name}_blocks" if joined else name)
+            self.values[key] = self._join(node, dim, name) if joined else node
             self.keys.append(key)
         return self.values[key]
+
+    def _argument(self, name: str) -> Node:
+        while name in self._names:
+            name += "_"
+        self._names.add(name)
+        if self._last is not None:
+            place = self.graph.inserting_after(self._last)
+        else:  # before all nodes, or at the end of an empty graph
+            place = self.graph.inserting_before(next(iter(self.graph.nodes), None))
+        with place:
+            self._last = self.graph.placeholder(name)
+        return self._last
+
+    def _join(self, blocks: Node, dim: int, name: str) -> Node:
+        with self.graph.inserting_after(self._last_joined or self._last):
+            self._last_joined = self.graph.create_node(
+                "call_method", "flatten", (blocks, dim, dim + 1), name=name
+            )
+            self._last_joined.meta["stack_trace"] = None  # it stands on no line of the model
+        return self._last_joined
 
 
 class _Writer:
@@ -139,21 +163,40 @@ class _Writer:
     ) -> None:
         self.capture, self.roles, self.live = capture, roles, live
         self.attention, self.kernel, self.dropout = attention, kernel, dropout
-        self.modules = torch.nn.Module()
 
-    def write(self, gm: GraphModule, scope: _Scope) -> None:
+    def name(self, key: Key) -> str:
+        """What an argument of the flat graph is called."""
+        if isinstance(key, Node):
+            return key.name
+        if key[0] in ("input", "token"):
+            return _readable(self.capture.inputs[key[1]])
+        if key[0] == "kernel":
+            name = kernels.KERNELS[self.kernel].NAMES[key[2]]
+            return name if key[1] is None or name in kernels.flex.PER_TOKEN else f"{name}_window_{key[1]}"
+        return "_".join(map(str, key))
+
+    def in_blocks(self, key: Key) -> int | None:
+        """The first of the two dimensions [n, 128] in which an argument has T, None if it has not."""
+        if isinstance(key, Node):
+            return None
+        if key[0] == "kernel":
+            return 0 if kernels.KERNELS[self.kernel].NAMES[key[2]] in kernels.flex.PER_TOKEN else None
+        return {"token": key[-1], "positions": 0}.get(key[0])
+
+    def write(self, gm: GraphModule, scope: Scope) -> None:
         for node in gm.graph.nodes:
             if node in self.capture.bodies:
                 self._body(node, scope)
             elif node in self.live:
-                written = self._node(node, scope)
-                if written.op not in ("placeholder", "output") and "stack_trace" in node.meta:
-                    written.meta.setdefault("stack_trace", node.meta["stack_trace"])
-                scope.values[node] = written
+                last = next(iter(reversed(scope.graph.nodes)), None)
+                scope.values[node] = self._node(node, scope)
+                for written in _behind(last, scope.graph):
+                    if written.op != "placeholder" and "stack_trace" in node.meta:
+                        written.meta.setdefault("stack_trace", node.meta["stack_trace"])
 
-    def _body(self, call: Node, scope: _Scope) -> None:
+    def _body(self, call: Node, scope: Scope) -> None:
         """A checkpointed body stays one, so that memory stays checkpointed."""
-        inner = _Scope(Graph(), scope)
+        inner = Scope(self, scope)
         self.write(self.capture.bodies[call], inner)
         results = self.capture.alias[call]
         results = results if isinstance(results, tuple) else (results,)
@@ -163,21 +206,21 @@ class _Writer:
         if not wanted:
             return
         inner.graph.output(tuple(inner.get(r) for r in wanted))
-        name = f"body_{sum(1 for _ in self.modules.children())}"
-        self.modules.add_module(name, GraphModule(torch.nn.Module(), inner.graph))
+        name = f"body_{sum(name.startswith('body_') for name, _ in scope.modules.named_children())}"
+        scope.modules.add_module(name, GraphModule(inner.modules, inner.graph))
         target = scope.graph.get_attr(name)
         args = (target, *(scope.get(k) for k in inner.keys))
         result = scope.graph.call_function(call.target, args, dict(call.kwargs))
         for index, node in enumerate(wanted):
             scope.values[node] = scope.graph.call_function(operator.getitem, (result, index))
 
-    def _node(self, node: Node, scope: _Scope) -> Node:
+    def _node(self, node: Node, scope: Scope) -> Node:
         graph, roles = scope.graph, self.roles
         if node.op == "placeholder":
             return scope.get(self._input(node))
         if node.op == "get_attr":
             name = f"constant_{node.name}"
-            self.modules.register_buffer(name, node.meta["fx_packing_attr"].detach())
+            scope.modules.register_buffer(name, node.meta["fx_packing_attr"].detach())
             return graph.get_attr(name)
         if node in self.attention:
             return self._attend(self.attention[node], scope)
@@ -186,10 +229,7 @@ class _Writer:
             dim = roles.slices[node][0] if node in roles.slices else roles.tables[node]
             base, index = scope.get(self.capture.resolve(args[0])), args[1]
             key = ("read", roles.slices[node][1].symbol) if node in roles.slices else ("positions",)
-            whole = (
-                node in roles.slices
-                and roles.slices[node][1].symbol == roles.slices[node][1].parent
-            )
+            whole = node in roles.slices and roles.slices[node][1].symbol == roles.slices[node][1].parent
             if not whole:
                 base = graph.call_method("index_select", (base, dim, scope.get(key)))
             index = index if isinstance(index, tuple) else (index,)
@@ -211,9 +251,11 @@ class _Writer:
     def _input(self, node: Node) -> Key:
         item = self.capture.by_node[node]
         symbols = {s for size in self.roles.shape(node) for s in size.symbols}
-        return ("token" if "L" in symbols and item.kind == "user" else "input", item.index)
+        if "L" in symbols and item.kind == "user":
+            return ("token", item.index, min(len(item.shape), 2) - 1)
+        return ("input", item.index)
 
-    def _value(self, node: Node, scope: _Scope) -> Any:
+    def _value(self, node: Node, scope: Scope) -> Any:
         resolved = self.capture.resolve(node)
         if not isinstance(resolved, Node):
             return map_arg(resolved, lambda n: self._value(n, scope))
@@ -222,41 +264,76 @@ class _Writer:
             return value
         return scope.get(resolved)
 
-    def _sizes(self, args: Any, scope: _Scope) -> Any:
+    def _sizes(self, args: Any, scope: Scope) -> Any:
         if isinstance(args, Size):
             return self._size(args, scope)
         if type(args) in (tuple, list):
             return type(args)(self._sizes(a, scope) for a in args)
-        return (
-            {k: self._sizes(v, scope) for k, v in args.items()} if isinstance(args, dict) else args
-        )
+        return {k: self._sizes(v, scope) for k, v in args.items()} if isinstance(args, dict) else args
 
-    def _size(self, size: Size, scope: _Scope) -> Any:
+    def _size(self, size: Size, scope: Scope) -> Any:
         symbols = [s for s in size.symbols if s != "B"]
         result: Any = size.coefficient
         for symbol in symbols:
-            key = ("length", symbol)
-            if key not in scope.values:
-                source = ("positions",) if symbol == "L" else ("read", symbol)
-                scope.values[key] = scope.graph.call_method("size", (scope.get(source), 0))
-            result = (
-                scope.values[key]
-                if result == 1
-                else scope.graph.call_function(operator.mul, (scope.values[key], result))
-            )
+            length = self._length(symbol, scope)
+            result = length if result == 1 else scope.graph.call_function(operator.mul, (length, result))
         return result
 
-    def _attend(self, found: Attention, scope: _Scope) -> Node:
+    def _length(self, symbol: str, scope: Scope) -> Node:
+        key = ("length", symbol)
+        if key not in scope.values:
+            source = ("positions",) if symbol == "L" else ("read", symbol)
+            scope.values[key] = scope.graph.call_method("size", (scope.get(source), 0))
+        return scope.values[key]
+
+    def _attend(self, found: Attention, scope: Scope) -> Node:
         kernel = kernels.KERNELS[self.kernel]
-        q, k, v = (
-            scope.get(self.capture.resolve(n)) for n in (found.query, found.key, found.value)
-        )
+        q, k, v = (scope.get(self.capture.resolve(n)) for n in (found.query, found.key, found.value))
         if found.key_transposed:
             k = scope.graph.call_method("transpose", (k, 2, 3))
-        count = kernel.INPUTS
-        plan = [scope.get(("kernel", found.window, j)) for j in range(count)]
-        kwargs = {"scale": found.scale, "window": found.window, "softcap": found.softcap}
-        return scope.graph.call_function(kernel.attend, (q, k, v, *plan), kwargs)
+        constants = {"scale": found.scale, "window": found.window, "softcap": found.softcap}
+        if self.kernel == "flex":
+            return self._flex(found, q, k, v, constants, scope)
+        plan = [scope.get(("kernel", found.window, j)) for j in range(len(kernel.NAMES))]
+        return scope.graph.call_function(kernel.attend, (q, k, v, *plan), constants)
+
+    def _flex(
+        self, found: Attention, q: Node, k: Node, v: Node, constants: dict[str, Any], scope: Scope
+    ) -> Node:
+        first = next(iter(self.attention.values())).window  # whose per-token inputs all others share
+
+        def plan(name: str) -> Node:
+            window = first if name in kernels.flex.PER_TOKEN else found.window
+            return scope.get(("kernel", window, kernels.flex.NAMES.index(name)))
+
+        q, k = (
+            x if _dtype(n) is _dtype(found.value) else scope.graph.call_method("type_as", (x, v))
+            for x, n in ((q, found.query), (k, found.key))
+        )
+        value = found.value.meta["example_value"]
+        return flex.flex_attention(
+            scope, q, k, v, plan, self._length("L", scope), **constants,
+            options=flex.options(value.device, value.dtype, found.head_dim, found.v_head_dim),
+        )  # fmt: skip
+
+
+def _behind(last: Node | None, graph: Graph) -> Iterator[Node]:
+    """The nodes after `last`, backwards."""
+    return itertools.takewhile(lambda node: node is not last, reversed(graph.nodes))
+
+
+def _readable(item: Input) -> str:
+    """``layers_0_self_attn_q_proj_weight``, ``input_ids``: after the place where Dynamo found it."""
+    source = item.source
+    if item.kind == "module":  # from the module on, wherever that came from
+        source = source[max(source.find("._modules["), 0) :]
+    name = "_".join(w for w in re.findall(r"\['?(\w+)'?\]", source) if w != "kwargs")
+    # A word alone may be one that Python or the generated code has a use for.
+    return name if "_" in name and not name[0].isdigit() else f"input_{name}"
+
+
+def _dtype(node: Node) -> torch.dtype:
+    return node.meta["example_value"].dtype
 
 
 def _output(capture: Capture, roles: Roles, layouts: dict[Node, Layout], arg: Any) -> Output:
@@ -267,9 +344,7 @@ def _output(capture: Capture, roles: Roles, layouts: dict[Node, Layout], arg: An
         return Output("input", capture.by_node[node].index)
     if is_number(roles.values[node]):
         value = roles.values[node]
-        return (
-            Output("size", roles.size(value)) if type(value) is int else Output("constant", value)
-        )
+        return Output("size", roles.size(value)) if type(value) is int else Output("constant", value)
     layout = layouts[node]
     row = ("B",) if "B" in roles.primes else ()
     symbols = [[f for f in factors if isinstance(f, str)] for factors in layout]
@@ -282,16 +357,12 @@ def _output(capture: Capture, roles: Roles, layouts: dict[Node, Layout], arg: An
     if layout[0][:-1] == row and symbols[0][-1:] not in ([], ["B"]) and not any(symbols[1:]):
         return Output("merged", node, symbols[0][-1])
     text = ", ".join("*".join(map(str, f)) or "1" for f in layout)
-    hint = (
-        "keys and values of a cache? pass use_cache=False" if len(layout) == 4 else "not supported"
-    )
+    hint = "keys and values of a cache? pass use_cache=False" if len(layout) == 4 else "not supported"
     raise Refused(f"an output of shape [{text}] is neither [B, L, ...] nor [B * L, ...] ({hint})")
 
 
 def _leaves(args: Any) -> list[Any]:
-    return (
-        [leaf for a in args for leaf in _leaves(a)] if isinstance(args, (tuple, list)) else [args]
-    )
+    return [leaf for a in args for leaf in _leaves(a)] if isinstance(args, (tuple, list)) else [args]
 
 
 def _text(gm: GraphModule) -> str:
@@ -318,6 +389,4 @@ class _Number(int):
 
 def _qualified(target: Any) -> str:
     module = getattr(target, "__module__", "")
-    return (
-        f"{module}.{getattr(target, '__qualname__', None) or getattr(target, '__name__', target)}"
-    )
+    return f"{module}.{getattr(target, '__qualname__', None) or getattr(target, '__name__', target)}"
