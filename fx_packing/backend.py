@@ -35,7 +35,7 @@ class GrpoPack:
         parsed = Options.parse(options)
         record = report.new_graph(compat.model_being_captured())
         compat.guard_on_switch()
-        compat.dump_graph("grpo_pack.captured", gm)
+        compat.dump_graph("grpo_pack.captured", lambda: gm)
         try:
             analysis = self._analyse(gm, example_inputs, parsed)
         except Refused as refusal:
@@ -56,7 +56,10 @@ class GrpoPack:
                 "torch._dynamo.config.optimize_ddp = False"
             )
         analysis = passes.analyse(capture.read(gm, example_inputs))
-        compat.dump_graph("grpo_pack.flat", analysis.flat("segments").gm)
+        flat = analysis.flat("segments")
+        compat.dump_graph("grpo_pack.flat", lambda: flat.gm)
+        if options.layout in ("auto", "prefix"):  # what prefixes run on CUDA; elsewhere they run `flat`
+            compat.dump_graph("grpo_pack.prefix", lambda: analysis.flat("flex").gm)
         return analysis
 
     def _refuse(

@@ -7,13 +7,16 @@ from __future__ import annotations
 
 import contextlib
 import logging
+import sys
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
 import torch
 from torch._dynamo.exc import ShortenTraceback
 from torch.fx import GraphModule, Node
+
+FLEX_ATTENTION = torch.ops.higher_order.flex_attention
 
 
 class LeavesDynamo(ShortenTraceback):
@@ -52,9 +55,7 @@ def is_module_source(source: Any) -> bool:
         return False
     kind = source.guard_source
     kind = kind() if callable(kind) else kind
-    return bool(
-        kind.is_unspecialized_nn_module() or kind.is_specialized_nn_module() or kind.is_fsdp_module()
-    )
+    return bool(kind.is_unspecialized_nn_module() or kind.is_specialized_nn_module() or kind.is_fsdp_module())
 
 
 def model_being_captured() -> str:
@@ -87,6 +88,28 @@ def is_checkpoint(target: Any) -> bool:
 def is_higher_order(target: Any) -> bool:
     """Whether a ``call_function`` target is a higher-order operator."""
     return isinstance(target, torch._ops.HigherOrderOperator)
+
+
+def flex_block_mask(length: Any, tensors: Mapping[str, Any], block: int, mask: Any) -> tuple[Any, ...]:
+    """The block mask as FlexAttention's operator takes it; FX nodes stand for tensors and for T.
+
+    The order, and what else there is in it, is that of ``BlockMask.as_tuple``, which newer torch extends.
+    """
+    from torch.nn.attention.flex_attention import BlockMask
+
+    stand_ins = {name: torch.empty(1, 1, 1, 1) for name in tensors}
+    given = {id(stand_in): tensors[name] for name, stand_in in stand_ins.items()}
+    taken = BlockMask((length, length), **stand_ins, BLOCK_SIZE=(block, block), mask_mod=mask).as_tuple()
+    return tuple(given.get(id(item), item) for item in taken)
+
+
+def flex_options(device: torch.device, options: dict[str, Any] | None) -> dict[str, Any]:
+    """`options` as ``flex_attention`` completes them, with the log-sum-exp that a backward needs."""
+    from torch.nn.attention.flex_attention import _apply_kernel_options
+
+    with torch.enable_grad():
+        like = torch.empty(0, device=device)
+        return dict(_apply_kernel_options(like, like, like, False, options))
 
 
 @contextlib.contextmanager
@@ -160,12 +183,21 @@ def force_recompile(gm: GraphModule) -> None:
             getattr(module, "real_recompile", module.recompile)()
 
 
-def dump_graph(name: str, gm: GraphModule) -> None:
-    """Show a graph to ``TORCH_LOGS``-style tools and to depyf, which patches this very function."""
+def dump_graph(name: str, make: Callable[[], GraphModule]) -> None:
+    """Show a graph to depyf and to ``TORCH_TRACE``; it is made only if one of them looks."""
     import torch._dynamo.utils as utils
+    from torch._logging import trace_structured
 
-    force_recompile(gm)
-    utils.lazy_format_graph_code(name, gm)
+    show = utils.lazy_format_graph_code
+    if show.__code__.co_filename != sys.modules[show.__module__].__file__:  # depyf's code is in it
+        gm = make()
+        force_recompile(gm)
+        show(name, gm)
+    trace_structured(
+        "artifact",
+        metadata_fn=lambda: {"name": name, "encoding": "string"},
+        payload_fn=lambda: make().print_readable(print_output=False),
+    )
 
 
 def count(key: str, times: int = 1) -> None:
@@ -186,9 +218,8 @@ def ddp_is_splitting() -> bool:
     """Whether Dynamo's DDPOptimizer is cutting the graphs being compiled at DDP's buckets."""
     from torch.nn.parallel import DistributedDataParallel
 
-    return (
-        DistributedDataParallel._get_active_ddp_module() is not None
-        and bool(torch._dynamo.config.optimize_ddp)
+    return DistributedDataParallel._get_active_ddp_module() is not None and bool(
+        torch._dynamo.config.optimize_ddp
     )
 
 

@@ -1,4 +1,12 @@
-"""Readable dumps of the captured, the flat and the prefix graph, through depyf."""
+"""Readable dumps of the captured, the flat and the prefix graph, through depyf.
+
+Three files a graph, ``__compiled_fn_N.grpo_pack.NAME.0.py``:
+
+    captured     the padded graph, as Dynamo gave it
+    flat         the rewritten one, with one ``attend`` an attention: what runs on CPUs, for each layout
+    prefix       the same with FlexAttention nodes, masks and scores among them: what runs on CUDA where
+                 prefixes are shared. Written wherever the layout may be ``prefix``, on CPUs for reading
+"""
 
 from __future__ import annotations
 
@@ -10,8 +18,8 @@ from contextlib import contextmanager
 def prepare_debug(directory: str) -> Iterator[None]:
     """``depyf.prepare_debug(directory)``, repaired where it breaks.
 
-    Inside, every graph that ``grpo_pack`` compiles is written to `directory` as Python files named
-    ``grpo_pack.captured`` and ``grpo_pack.flat``.
+    Inside, every graph that ``grpo_pack`` compiles is written to `directory` as Python files, named as
+    this module says.
     """
     import depyf
 

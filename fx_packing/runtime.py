@@ -18,6 +18,7 @@ from . import compat, report, switch, tiles, verify
 from .cap import token_cap
 from .forest import Plan, Read, make_plan
 from .inner import Compiled, compile_flat
+from .masks import BLOCK
 from .options import Options
 from .passes import Analysis
 from .passes.flatten import Entering, FlatGraph, TailGraph
@@ -403,7 +404,7 @@ class Packed:
             if key[0] == "input":
                 values.append(batch.args[key[1]])
             elif key[0] == "token":
-                values.append(_gather(batch, plan, batch.args[key[1]]))
+                values.append(_gather(batch, plan, batch.args[key[1]], key[2]))
             elif key[0] == "positions":
                 values.append(compat.mark_dynamic(self._positions(plan), 0))
             elif key[0] == "read":
@@ -438,9 +439,10 @@ class Packed:
         )
 
     def _positions(self, plan: Plan) -> Tensor:
+        """[n, 128]"""
         if self.options.positions == "row":
-            return plan.depth
-        return plan.remember("columns", lambda: plan.source % plan.columns)
+            return plan.remember("positions", lambda: plan.depth.view(-1, BLOCK).clone())
+        return plan.remember("columns", lambda: plan.source.view(-1, BLOCK) % plan.columns)
 
     def _outputs(
         self, batch: Batch, plan: Plan, flat: FlatGraph, results: Sequence[Tensor]
@@ -613,18 +615,20 @@ def _extent(plan: Plan) -> Extent:
     return Extent(plan.run_tokens, plan.longest, plan.rows)
 
 
-def _gather(batch: Batch, plan: Plan, value: Tensor) -> Tensor:
-    """[1, T_pad, ...] from [B, L, ...], or from [1, L, ...]; no view, which Dynamo traces with its base."""
-    if value.dim() < 2 or value.shape[0] != batch.rows:
-        columns = plan.source % plan.columns
-        if value.dim() < 2:
-            return compat.mark_dynamic(value.index_select(0, columns), 0)
-        return compat.mark_dynamic(value.index_select(1, columns), 1)
+def _gather(batch: Batch, plan: Plan, value: Tensor, dim: int) -> Tensor:
+    """[1, n, 128, ...] from [B, L, ...] or [1, L, ...], or [n, 128] from [L] (`dim` is 0).
+
+    No view where that can be, since Dynamo traces a view with its base.
+    """
+    source = plan.source.view(-1, BLOCK)
+    if value.shape[0] != batch.rows or dim == 0:  # one row for all: a number a column
+        columns = source % plan.columns
+        return compat.mark_dynamic(value[:, columns] if dim else value[columns], dim)
     flat = value.flatten(0, 1)
     if value.is_floating_point():  # embeddings: their backward is one addition of rows
-        flat = flat.index_select(0, plan.source).unsqueeze(0)
+        flat = flat.index_select(0, plan.source).view(1, *source.shape, *flat.shape[1:])
     else:
-        flat = flat[plan.source.unsqueeze(0)]
+        flat = flat[source.unsqueeze(0)]
     return compat.mark_dynamic(flat, 1)
 
 

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import math
 import random
 from functools import partial
+from types import SimpleNamespace
 
 import forests
 import pytest
@@ -13,6 +15,7 @@ from torch._dynamo.testing import CompileCounterWithBackend
 
 from fx_packing.attention import KERNELS, choose, flex, segments, varlen
 from fx_packing.forest import make_plan
+from fx_packing.passes import flex as nodes
 
 SCALE = 0.3
 FACTS = {
@@ -69,9 +72,7 @@ def test_segments_is_exact(layout, window, softcap, monkeypatch):
         tensors = forests.qkv(plan, heads=heads, sizes=sizes, seed=number)
         for tensor in tensors:
             tensor.requires_grad_()
-        out, expected = (
-            f(tensors, plan, window, softcap) for f in (partial(call, segments), oracle)
-        )
+        out, expected = (f(tensors, plan, window, softcap) for f in (partial(call, segments), oracle))
         assert out.is_contiguous()
         assert (out - expected).abs().max() < 1e-12
         for grad, wanted in zip(gradients(out, tensors), gradients(expected, tensors), strict=True):
@@ -148,15 +149,29 @@ def test_segments_keeps_its_dtype_under_autocast():
         assert (mixed - out).abs().max() < 0.1
 
 
-def compiled(kernel, backend, window=None, softcap=None):
-    """The kernel as the flat graph calls it: an FX node inside a nested compile; and a counter."""
-    count = CompileCounterWithBackend(backend)
-    graph = torch.fx.Graph()
-    number = 3 + {segments: 1, varlen: 2, flex: 9}[kernel]
-    places = tuple(graph.placeholder(f"a{i}") for i in range(number))
+def as_graph(kernel, window=None, softcap=None, sizes=(16, 16)):
+    """The kernel as the flat graph has it: a node that calls it, or FlexAttention nodes."""
+    graph, modules = torch.fx.Graph(), torch.nn.Module()
+    q, k, v, *plan = (graph.placeholder(name) for name in ("q", "k", "v", *kernel.NAMES))
     constants = {"scale": SCALE, "window": window, "softcap": softcap}
-    graph.output(graph.call_function(kernel.attend, places, constants))
-    module = torch.fx.GraphModule({}, graph)
+    if kernel is flex:
+        named = dict(zip(kernel.NAMES, plan, strict=True))
+        for name in flex.PER_TOKEN:
+            named[name] = graph.call_method("flatten", (named[name],))
+        scope = SimpleNamespace(graph=graph, modules=modules, values={})
+        length = graph.call_method("size", (q, 2))
+        options = nodes.options(torch.device("cpu"), torch.float32, *sizes)
+        out = nodes.flex_attention(scope, q, k, v, named.__getitem__, length, options=options, **constants)
+    else:
+        out = graph.call_function(kernel.attend, (q, k, v, *plan), constants)
+    graph.output(out)
+    return torch.fx.GraphModule(modules, graph)
+
+
+def compiled(kernel, backend, window=None, softcap=None, **options):
+    """`as_graph` inside a nested compile; and a counter."""
+    count = CompileCounterWithBackend(backend)
+    module = as_graph(kernel, window, softcap, **options)
     run = torch.compile(lambda *args: module(*args), backend=count, fullgraph=True)
 
     def attend(tensors, plan):
@@ -185,9 +200,9 @@ def test_segments_compiles_once(window):
 
 
 @pytest.mark.parametrize("window, softcap", ((None, None), (40, 20.0)))
-def test_flex_compiles_once(window, softcap):
+def test_flex_compiles_once(window, softcap, unmistakable_sizes):
     """Inference on the CPU, lowered by Inductor, at several lengths."""
-    attend, count = compiled(flex, "inductor", window, softcap)
+    attend, count = compiled(flex, "inductor", window, softcap, sizes=(16, 32))
     rng = random.Random(7)
     lengths = set()
     for columns in (150, 300, 80, 200):
@@ -204,6 +219,50 @@ def test_flex_compiles_once(window, softcap):
         assert (out - expected)[:, :, : plan.run_tokens].abs().max() < 1e-5
     assert len(lengths) > 2
     assert count.frame_count == 1
+
+
+@pytest.mark.parametrize("layout", ("varlen", "prefix"))
+@pytest.mark.parametrize("window, softcap", ((None, None), (3, None), (None, 2.0), (40, 20.0)))
+def test_flex_nodes_are_exact(window, softcap, layout):
+    """Values and gradients, by torch's own dense reading of the nodes: Inductor has no backward here."""
+    attend, count = compiled(flex, "aot_eager", window, softcap)
+    rng = random.Random(10)
+    for number in range(4):
+        plan = random_plan(rng, layout, block=128, columns=60)
+        tensors = [t.requires_grad_() for t in forests.qkv(plan, seed=number)]
+        out, expected = attend(tensors, plan), oracle(tensors, plan, window, softcap)
+        real = slice(plan.run_tokens)
+        assert (out - expected)[:, :, real].abs().max() < 1e-12
+        grads = gradients(out[:, :, real], tensors)
+        for grad, wanted in zip(grads, gradients(expected[:, :, real], tensors), strict=True):
+            assert (grad - wanted).abs().max() < 1e-10
+    assert count.frame_count == 1
+
+
+def test_flex_is_visible_in_the_graph():
+    module = as_graph(flex, window=5, softcap=20.0)
+    (call,) = (n for n in module.graph.nodes if n.target is torch.ops.higher_order.flex_attention)
+    q, k, v, score, block_mask, scale, _ = call.args
+    assert [n.name for n in (q, k, v)] == ["q", "k", "v"] and scale == SCALE
+    assert block_mask[0].target == "size" and [n.name for n in block_mask[2:4]] == list(flex.NAMES[2:4])
+    assert score.op == "get_attr" and block_mask[-1].target is partial
+    assert set(block_mask[-1].kwargs) == {"end", "depth"}
+    end, depth = torch.tensor([4, 3, 3, 4]), torch.tensor([0, 1, 2, 1])
+    keep = module.get_submodule(block_mask[-1].args[0].target)
+    seen = [[bool(keep(0, 0, torch.tensor(q), kv, end, depth)) for kv in range(4)] for q in range(4)]
+    assert seen == [[1, 0, 0, 0], [1, 1, 0, 0], [1, 1, 1, 0], [1, 0, 0, 1]]
+    capped = module.get_submodule(score.target)(torch.tensor(30.0), 0, 0, 0, 0)
+    assert abs(float(capped) - 20 * math.tanh(1.5)) < 1e-5
+
+
+def test_flex_on_tensors_is_the_same(unmistakable_sizes):
+    """`attend`, which the GPU's tests call, and the nodes of the flat graph."""
+    plan = random_plan(random.Random(11), block=128, columns=90)
+    tensors = [t.float() for t in forests.qkv(plan)]
+    with torch.no_grad():
+        ours = compiled(flex, "inductor", 3, 2.0)[0](tensors, plan)
+        run = torch.compile(lambda *args: call(flex, *args, 3, 2.0))
+        assert (run(tensors, plan) - ours)[:, :, : plan.run_tokens].abs().max() < 1e-6
 
 
 def test_varlen_compiles_once(monkeypatch):
@@ -245,9 +304,8 @@ def test_inputs_are_built_once():
 def test_choice_of_kernel():
     assert choose("auto", **FACTS) == ("segments", "first choice on cpu")
     assert choose("segments", **FACTS) == ("segments", "requested")
-    assert choose("flex", **FACTS) == ("flex", "requested")
-    name, reason = choose("flex", **{**FACTS, "training": True})
-    assert name == "segments" and "no backward" in reason
+    name, reason = choose("flex", **FACTS)
+    assert name == "segments" and "not used on cpu" in reason
     name, reason = choose("varlen", **FACTS)
     assert name == "segments" and "chains" in reason
     with pytest.raises(ValueError, match="expected one of auto, segments, varlen, flex"):

@@ -4,6 +4,8 @@ moves one shows here, by name, before anything else breaks."""
 from __future__ import annotations
 
 import inspect
+import logging
+import operator
 
 import packing
 import pytest
@@ -12,6 +14,7 @@ from torch import nn
 
 import fx_packing
 from fx_packing import compat, compat_kernels
+from fx_packing.masks import BlockTensors
 
 
 def captured(fn, *args, dynamic=None):
@@ -85,6 +88,32 @@ def test_checkpoint_operator():
     assert not compat.is_higher_order(torch.add)
 
 
+def test_flex_block_mask():
+    from torch.nn.attention.flex_attention import create_block_mask
+
+    mask = create_block_mask(lambda b, h, q, kv: kv <= q, 1, 1, 256, 256, device="cpu")
+    tensors = {name: getattr(mask, name) for name in BlockTensors._fields}
+    ours = compat.flex_block_mask(256, tensors, 128, mask.mask_mod)
+    theirs = mask.as_tuple()
+    assert len(ours) == len(theirs) and all(a is b or a == b for a, b in zip(ours, theirs, strict=True))
+
+
+def test_flex_operator_and_its_options():
+    """What torch's own `flex_attention` gives the operator, as Dynamo sees it, is what we give it."""
+    from torch.nn.attention.flex_attention import flex_attention
+
+    q = torch.ones(1, 2, 128, 16)
+    with torch.no_grad():
+        gm, _ = captured(lambda q: flex_attention(q, q, q, kernel_options={"num_warps": 4}), q)
+    (call,) = (n for n in gm.graph.nodes if n.target is compat.FLEX_ATTENTION)
+    assert compat.is_higher_order(call.target) and call.args[:3] == (call.args[0],) * 3
+    assert dict(call.args[6]) == compat.flex_options(torch.device("cpu"), {"num_warps": 4})
+    (result,) = call.users
+    assert result.target is operator.getitem and result.args[1] == 0
+    if torch.cuda.is_available():
+        assert compat.flex_options(torch.device("cuda"), None)["OUTPUT_LOGSUMEXP"] is True
+
+
 def test_fake_and_real_tensors_inside_a_backend():
     from torch._subclasses.fake_tensor import FakeTensor
 
@@ -133,12 +162,27 @@ def test_mark_dynamic():
     assert len(shapes) == 1
 
 
-def test_dump_graph_and_a_lazy_graph_under_a_nested_compile():
+def test_dump_graph_and_a_lazy_graph_under_a_nested_compile(monkeypatch):
     import torch._dynamo.utils as utils
 
     assert list(inspect.signature(utils.lazy_format_graph_code).parameters)[:2] == ["name", "gm"]
     gm, inputs = captured(lambda x: x + 1, torch.ones(2))
-    compat.dump_graph("grpo_pack.test", gm)
+
+    def depyf_like(name, gm, maybe_id=None, **kwargs):
+        gm.meta["shown"] = name
+
+    with monkeypatch.context() as patch:
+        trace, handler = logging.getLogger("torch.__trace"), logging.Handler()
+        patch.setattr(trace, "handlers", [])  # pytest's are among them
+        compat.dump_graph("grpo_pack.test", lambda: pytest.fail("made, though nobody looks"))
+        traced = []
+        handler.emit = traced.append
+        trace.addHandler(handler)
+        patch.setattr(utils.lazy_format_graph_code, "__code__", depyf_like.__code__)  # as depyf does
+        compat.dump_graph("grpo_pack.test", lambda: gm)
+    assert gm.meta["shown"] == "grpo_pack.test"
+    (record,) = (r for r in traced if "artifact" in r.metadata)
+    assert record.metadata["artifact"]["name"] == "grpo_pack.test" and "def forward" in record.payload
     nested = torch.compile(lambda *args: gm(*args), backend="eager", fullgraph=True)
     assert nested(*inputs)[0].tolist() == [2.0, 2.0]
 

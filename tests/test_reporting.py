@@ -319,6 +319,7 @@ def test_dumps_are_readable(manager, family, tmp_path, monkeypatch):
     for name, has, lacks in (
         ("grpo_pack.captured", ("scaled_dot_product_attention", "def forward(self"), "index_select"),
         ("grpo_pack.flat", ("attend", "def forward(self"), "scaled_dot_product_attention("),
+        ("grpo_pack.prefix", ("higher_order.flex_attention(", "class mask_mod", "end[kv]"), "attend("),
     ):
         found = [text for file, text in files.items() if name in file]
         assert found, sorted(files)
@@ -327,6 +328,14 @@ def test_dumps_are_readable(manager, family, tmp_path, monkeypatch):
         assert not any(lacks in line for line in code)
         compile(found[0], name, "exec")  # is Python
     alone(model, batch, packed(*batch))  # and all still works outside
+
+
+def test_no_prefix_graph_is_dumped_where_none_can_run(tmp_path):
+    with fx_packing.prepare_debug(str(tmp_path)), warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # depyf's own
+        pack(decoder(), fullgraph=False, layout="varlen")(*shared_batch("left"))
+    names = {p.name.split(".")[2] for p in tmp_path.glob("*grpo_pack*")}
+    assert names == {"captured", "flat"}
 
 
 # -- failures --------------------------------------------------------------------------------------

@@ -4,12 +4,15 @@ Each kernel is a module with
 
 ``attend(q, k, v, *inputs, scale, window, softcap)``
     ``[1, H, T_pad, Dv]`` from q ``[1, H, T_pad, D]``, k ``[1, KV, T_pad, D]`` and v
-    ``[1, KV, T_pad, Dv]``, with K and V not repeated to the H query heads. A plain function,
-    made to be the target of an FX node; ``scale``, ``window`` (a number of tokens or None) and
-    ``softcap`` are constants. What it yields at pads is finite and means nothing.
+    ``[1, KV, T_pad, Dv]``, with K and V not repeated to the H query heads. A plain function, the
+    target of an FX node (flex alone is written as nodes of its own, see `passes/flex.py`);
+    ``scale``, ``window`` (a number of tokens or None) and ``softcap`` are constants. What it
+    yields at pads is finite and means nothing.
 ``inputs(plan, window)``
     the tensors that say how one batch is stored: the node's further arguments, and placeholders
     of the flat graph. Their varying sizes are marked dynamic. Nodes with equal windows share them.
+``NAMES``
+    what those tensors are called, in order.
 ``why_not(*, device, dtype, head_dim, v_head_dim, window, softcap, layout, training)``
     None if the kernel supports this attention, else the reason in words.
 """

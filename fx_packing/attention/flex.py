@@ -1,7 +1,8 @@
 """FlexAttention over a forest: every mask of every layout, lowered by Inductor.
 
-The block mask comes in as tensors and is only wrapped inside the traced function, so one
-compiled graph serves every forest. Eager FlexAttention would build ``[T, T]``: compile it.
+The block mask comes in as tensors, so one compiled graph serves every forest. `passes/flex.py` writes
+this attention as nodes of the flat graph; `attend` is the same on tensors. Eager FlexAttention would
+build ``[T, T]``: compile it.
 """
 
 from __future__ import annotations
@@ -15,7 +16,8 @@ from ..masks import BLOCK, BlockTensors, block_tensors, mask_mod
 
 _HALF = (torch.float16, torch.bfloat16)
 
-INPUTS = 9  # how many tensors `inputs` returns
+PER_TOKEN = ("end", "depth")  # what a mask reads
+NAMES = (*PER_TOKEN, *BlockTensors._fields)  # of the tensors that `inputs` returns
 
 
 def why_not(
@@ -24,38 +26,42 @@ def why_not(
     dtype: torch.dtype,
     head_dim: int,
     v_head_dim: int,
-    training: bool,
     **facts: object,
 ) -> str | None:
     """None if this attention is supported, else the reason."""
     kind = torch.device(device).type
-    if kind not in ("cuda", "cpu"):
+    if kind != "cuda":
+        # On CPUs torch has no backward, and its C++ template takes some names of sizes for its own.
         return f"FlexAttention is not used on {kind} devices"
     if dtype not in (*_HALF, torch.float32):
         return f"FlexAttention does not support {dtype}"
-    if kind == "cpu" and training:
-        return "FlexAttention has no backward on CPUs"
-    if kind == "cuda" and min(head_dim, v_head_dim) < 16:
+    if min(head_dim, v_head_dim) < 16:
         return f"FlexAttention needs head sizes of at least 16, got {min(head_dim, v_head_dim)}"
-    if kind == "cuda" and max(head_dim, v_head_dim) > 256:
+    if max(head_dim, v_head_dim) > 256:
         return f"head size {max(head_dim, v_head_dim)} exceeds the GPU's shared memory"
     return None
 
 
 def inputs(plan: Plan, window: int | None) -> tuple[Tensor, ...]:
-    """``end`` and ``depth`` as one int32 ``[2, T_pad]``, then the eight block tensors.
+    """``end`` and ``depth`` as int32 ``[T_pad / 128, 128]``, then the eight block tensors.
 
     The sizes that vary from plan to plan are marked dynamic. Built once per plan and window.
     """
-    return plan.remember(("flex", window), lambda: _inputs(plan, window))
+    per_token = plan.remember("flex", lambda: _per_token(plan))
+    return per_token + plan.remember(("flex", window), lambda: _blocks(plan, window))
 
 
-def _inputs(plan: Plan, window: int | None) -> tuple[Tensor, ...]:
+def _per_token(plan: Plan) -> tuple[Tensor, ...]:
     # int32 is what the kernel's own indices are, and half the memory traffic.
-    per_token = torch.stack((plan.end, plan.depth)).int()
-    tensors = (per_token, *block_tensors(plan.end, plan.depth, window))
-    torch._dynamo.maybe_mark_dynamic(per_token, 1)
-    for tensor in tensors[1:]:
+    tensors = tuple(x.view(-1, BLOCK).int() for x in (plan.end, plan.depth))
+    for tensor in tensors:
+        torch._dynamo.maybe_mark_dynamic(tensor, 0)
+    return tensors
+
+
+def _blocks(plan: Plan, window: int | None) -> tuple[Tensor, ...]:
+    tensors = tuple(block_tensors(plan.end, plan.depth, window))
+    for tensor in tensors:
         for dim in range(2, tensor.dim()):
             torch._dynamo.maybe_mark_dynamic(tensor, dim)
     return tensors
@@ -65,7 +71,8 @@ def attend(
     q: Tensor,
     k: Tensor,
     v: Tensor,
-    per_token: Tensor,
+    end: Tensor,
+    depth: Tensor,
     *blocks: Tensor,
     scale: float,
     window: int | None = None,
@@ -74,44 +81,41 @@ def attend(
     """``[1, H, T_pad, Dv]`` in the dtype of ``v``, from q ``[1, H, T_pad, D]``, k
     ``[1, KV, T_pad, D]`` and v ``[1, KV, T_pad, Dv]``, KV a divisor of H, T_pad whole blocks.
     """
-    # Views that spell the length as 128 * n let the compiler see that it is whole blocks, which
-    # spares the kernel its bounds checks.
-    q, k, v = (_in_blocks(x.to(v.dtype)) for x in (q, k, v))
-    length = q.shape[2]
-    # The same length under one symbol: fewer of them to guard and to pass to the kernels.
-    torch._check(per_token.shape[1] == length)
+    q, k = q.to(v.dtype), k.to(v.dtype)
+    end, depth = end.view(q.shape[2]), depth.view(q.shape[2])
     mask = BlockMask(
-        seq_lengths=(length, length),
+        seq_lengths=(q.shape[2], k.shape[2]),
         **BlockTensors(*blocks)._asdict(),
         BLOCK_SIZE=(BLOCK, BLOCK),
-        mask_mod=mask_mod(*per_token, window),
+        mask_mod=mask_mod(end, depth, window),
     )
 
-    def cap(score: Tensor, b: Tensor, h: Tensor, q_index: Tensor, kv_index: Tensor) -> Tensor:
-        return softcap * torch.tanh(score / softcap)
+    def capped(score: Tensor, b: Tensor, h: Tensor, q: Tensor, kv: Tensor) -> Tensor:
+        return cap(score, softcap)
 
     return flex_attention(
         q,
         k,
         v,
-        score_mod=None if softcap is None else cap,
+        score_mod=None if softcap is None else capped,
         block_mask=mask,
         scale=scale,
         enable_gqa=q.shape[1] != k.shape[1],
-        kernel_options=_kernel_options(q, v),
+        kernel_options=tiles(q.device, q.dtype, q.shape[-1], v.shape[-1]),
     )
 
 
-def _in_blocks(x: Tensor) -> Tensor:
-    return x.unflatten(2, (x.shape[2] // BLOCK, BLOCK)).flatten(2, 3)
+def cap(score: Tensor, softcap: float) -> Tensor:
+    """The soft cap of a score."""
+    return softcap * torch.tanh(score / softcap)
 
 
-def _kernel_options(q: Tensor, v: Tensor) -> dict[str, int] | None:
+def tiles(device: torch.device, dtype: torch.dtype, head_dim: int, v_head_dim: int) -> dict[str, int] | None:
     """Smaller tiles where torch's choice, made by q's head size alone, can exceed shared memory."""
-    width = max(q.shape[-1], v.shape[-1])
-    if q.device.type == "cpu" or width <= (128 if q.dtype in _HALF else 64):
+    width = max(head_dim, v_head_dim)
+    if device.type == "cpu" or width <= (128 if dtype in _HALF else 64):
         return None
-    if q.dtype not in _HALF:
+    if dtype not in _HALF:
         return {"fwd_BLOCK_M": 32, "fwd_BLOCK_N": 32, "fwd_num_stages": 2, "fwd_num_warps": 4}
     return {
         "fwd_BLOCK_M": 64,

@@ -21,7 +21,7 @@ from ..forest import Plan
 # Scores kept at once by the paths that spell the softmax out, in elements.
 _SCORES = 2**24
 
-INPUTS = 1  # how many tensors `inputs` returns
+NAMES = ("structure",)  # of the tensors that `inputs` returns
 
 
 def why_not(**facts: object) -> str | None:
@@ -84,9 +84,7 @@ def _forward(
                     mask = _mask(low, high, stop - start, keys.shape[2], window, q.device)
                     weights, _ = _softmax(part, keys, mask, scale, softcap)
                     result = weights @ values[0].to(weights.dtype)
-                    out[0, :, start + low : start + high] = result.reshape(
-                        -1, high - low, v.shape[-1]
-                    )
+                    out[0, :, start + low : start + high] = result.reshape(-1, high - low, v.shape[-1])
     return out
 
 
@@ -118,9 +116,7 @@ def _backward(
             for low, high, part in _parts(q[:, :, start:stop], keys):
                 mask = _mask(low, high, stop - start, keys.shape[2], window, q.device)
                 weights, slope = _softmax(part, keys, mask, scale, softcap)
-                rows = (
-                    grad[:, :, start + low : start + high].to(dtype).reshape(*part.shape[:-1], -1)
-                )
+                rows = grad[:, :, start + low : start + high].to(dtype).reshape(*part.shape[:-1], -1)
                 grad_values[0] += weights.transpose(1, 2) @ rows
                 change = rows @ values[0].transpose(1, 2)
                 change = weights * (change - (change * weights).sum(-1, keepdim=True)) * slope
@@ -180,9 +176,7 @@ def _give(x: Tensor, path: list[tuple[int, int]], parts: Tensor) -> None:
         x[:, :, start:stop] += part
 
 
-def _mask(
-    low: int, high: int, size: int, length: int, window: int | None, device: torch.device
-) -> Tensor:
+def _mask(low: int, high: int, size: int, length: int, window: int | None, device: torch.device) -> Tensor:
     """``[high - low, length]`` bool: what queries ``low..high`` of a run of ``size`` tokens, the
     last ones of a path of ``length``, may see.
     """

@@ -10,7 +10,7 @@ from torch import Tensor
 from ..compat_kernels import flash_backward, flash_forward
 from ..forest import Plan
 
-INPUTS = 2  # how many tensors `inputs` returns
+NAMES = ("bounds", "longest")  # of the tensors that `inputs` returns
 
 
 def why_not(

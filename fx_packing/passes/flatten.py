@@ -3,18 +3,22 @@
     captured                                     flat
     ids [B, L] -> embedding -> view(B, L, ..)    ids [1, T] -> embedding -> view(1, T, ..)
     arange(L)                                    positions [T]
-    sdpa(q, repeat(k), repeat(v), mask)          attend(q, k, v, *plan)
+    sdpa(q, repeat(k), repeat(v), mask)          attend(q, k, v, *plan), or FlexAttention nodes (`flex.py`)
     h[:, -K:] -> lm_head                         h.index_select(1, read) -> lm_head
 
 It knows neither B nor L: T comes with the inputs, so one compiled flat graph serves every padded
-shape, and a later capture of the same model, whose flat graph is the same text, reuses it.
+shape, and a later capture of the same model, whose flat graph is the same text, reuses it. What has a
+value a token comes in blocks [1, n, 128] and is joined to [1, 128 * n] first of all: so every compiler
+sees that T is whole blocks.
 """
 
 from __future__ import annotations
 
+import itertools
 import operator
 import re
-from dataclasses import dataclass, field
+from collections.abc import Iterator
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -22,8 +26,9 @@ from torch.fx import Graph, GraphModule, Node
 from torch.fx.node import map_arg
 
 from .. import attention as kernels
-from ..capture import Capture
+from ..capture import Capture, Input
 from ..errors import Refused, where
+from . import flex
 from .attention import Attention
 from .inplace import storages
 from .roles import Roles, Size, index_dims, is_number
@@ -37,10 +42,9 @@ Key = Any  # what a value of the flat graph stands for: a captured node, or a tu
 class Output:
     """How one captured output is made from the flat ones.
 
-    `kind`: ``padded`` ([B, n, ...]) or ``merged`` ([B * n, ...]) are gathered back, n columns of
-    the sequence symbol `symbol`; ``plain`` is taken as it is; ``input`` is a captured input;
-    ``size`` is a size; ``constant`` is a constant. `columns` names the columns of the batch that it
-    has, see `tokenwise.Columns`.
+    `kind`: ``padded`` ([B, n, ...]) or ``merged`` ([B * n, ...]) are gathered back; ``plain`` is
+    taken as it is; ``input`` is a captured input; ``size`` is a size; ``constant`` is a constant.
+    `columns` names the columns of the batch that it has, see `tokenwise.Columns`.
     """
 
     kind: str
@@ -53,11 +57,11 @@ class Output:
 class FlatGraph:
     """A rewritten graph. `inputs` names what each placeholder takes, in order:
 
-    ``("input", i)`` captured input i as it is; ``("token", i)`` its real tokens, [1, T, ...];
-    ``("positions",)`` [T] int64; ``("read", columns)`` what a slice of the sequence reads of its
-    parent's tokens, [S] int64; ``("entry", columns, part)`` which token of one of several joined slices
-    each pair of them has, [N] int64; ``("kernel", window, j)`` the j-th plan tensor of the attention
-    kernel.
+    ``("input", i)`` captured input i as it is; ``("token", i, d)`` its real tokens, [1, n, 128, ...],
+    or [n, 128] where its columns are its first dimension (d = 0); ``("positions",)`` [n, 128] int64;
+    ``("read", columns)`` what a slice of the sequence reads of its parent's tokens, [S] int64;
+    ``("entry", columns, part)`` which token of one of several joined slices each pair of them has, [N]
+    int64; ``("kernel", window, j)`` the j-th plan tensor of the attention kernel.
     """
 
     gm: GraphModule
@@ -65,7 +69,6 @@ class FlatGraph:
     inputs: list[tuple]
     outputs: list[Output]
     structure: str = ""
-    windows: list[int | None] = field(default_factory=list)
     tail: TailGraph | None = None
 
 
@@ -118,7 +121,7 @@ def flatten(
     by_node = {a.node: a for a in attention}
     apart = set(tail.nodes) if tail else set()
     writer = _Writer(capture, roles, set(live) - apart, by_node, proof, kernel, dropout)
-    root = _Scope(Graph(), None)
+    root = Scope(writer)
     writer.write(capture.gm, root)
     outputs, results, late = [], [], []
     for arg in _leaves(capture.output.args[0]):
@@ -134,28 +137,27 @@ def flatten(
     for number, output in enumerate(late):
         output.value = cut.after + number  # type: ignore[union-attr]
     root.graph.output(tuple(results))
-    gm = GraphModule(writer.modules, root.graph, class_name="FlatGraph")
+    gm = GraphModule(root.modules, root.graph, class_name="FlatGraph")
     gm.graph.lint()
-    windows = sorted({a.window for a in attention}, key=lambda w: (w is None, w))
-    flat = FlatGraph(gm, kernel, root.keys, outputs, windows=windows, tail=cut)
+    flat = FlatGraph(gm, kernel, root.keys, outputs, tail=cut)
     names = list(dict.fromkeys(n for k in root.keys if k[0] in _BY_COLUMNS for n in k[1:]))
     flat.structure = _text(gm) + repr([_unnamed(k, names) for k in root.keys])
     return flat
 
 
 def _write_tail(
-    whole: _Writer, tail: Tail, outputs: list[Node], root: _Scope, results: list[Node]
+    whole: _Writer, tail: Tail, outputs: list[Node], root: Scope, results: list[Node]
 ) -> TailGraph:
     """The tail as a graph of its own; what enters it is appended to the `results` of the flat one."""
     writer = _TailWriter(
         whole.capture, whole.roles, set(tail.nodes), {}, whole.proof, whole.kernel, whole.dropout
     )
     writer.tail = tail
-    scope = _Scope(Graph(), root)
+    scope = Scope(writer, root)
     scope.get(tail.head)
     writer.write(whole.capture.gm, scope)
     scope.graph.output(tuple(scope.get(n) for n in outputs))
-    gm = GraphModule(writer.modules, scope.graph, class_name="Tail")
+    gm = GraphModule(scope.modules, scope.graph, class_name="Tail")
     gm.graph.lint()
     after, layouts = len(results), whole.proof.layouts
 
@@ -191,34 +193,49 @@ def _unnamed(key: tuple, names: list[str]) -> Any:
     return key if key[0] == "kernel" else key[0]
 
 
-class _Scope:
+class Scope:
     """A graph being written, and the values it has; a body takes what it lacks as an argument."""
 
-    def __init__(self, graph: Graph, parent: _Scope | None) -> None:
-        self.graph, self.parent = graph, parent
+    def __init__(self, writer: _Writer, parent: Scope | None = None) -> None:
+        self.graph, self.modules = Graph(), torch.nn.Module()
         self.values: dict[Key, Node] = {}
         self.keys: list[Key] = []  # what the placeholders stand for, in order
-        self._last: Node | None = None
-        self._taken: set[str] = set()
+        self._writer, self._parent = writer, parent
+        self._names: set[str] = set()
+        self._last: Node | None = None  # argument
+        self._last_joined: Node | None = None
 
     def get(self, key: Key) -> Node:
+        """The node of a value, which becomes an argument where it was not computed here."""
         if key not in self.values:
-            name = key.name if isinstance(key, Node) else "_".join(str(k) for k in key)
-            name = re.sub(r"\W+", "_", name).rstrip("_")
-            name = name if name not in self._taken else f"{name}_{len(self.keys)}"
-            self._taken.add(name)
-            if self.parent is None and isinstance(key, Node):
+            if self._parent is None and isinstance(key, Node):
                 raise AssertionError(f"{key} was not written")
-            if self._last is not None:
-                place = self.graph.inserting_after(self._last)
-            else:  # before all nodes, or at the end of an empty graph
-                first = next(iter(self.graph.nodes), None)
-                place = self.graph.inserting_before(first)
-            with place:
-                self._last = self.graph.placeholder(name)
-            self.values[key] = self._last
+            name, dim = self._writer.name(key), self._writer.in_blocks(key)
+            joined = self._parent is None and dim is not None
+            node = self._argument(f"{name}_blocks" if joined else name)
+            self.values[key] = self._join(node, dim, name) if joined else node
             self.keys.append(key)
         return self.values[key]
+
+    def _argument(self, name: str) -> Node:
+        while name in self._names:
+            name += "_"
+        self._names.add(name)
+        if self._last is not None:
+            place = self.graph.inserting_after(self._last)
+        else:  # before all nodes, or at the end of an empty graph
+            place = self.graph.inserting_before(next(iter(self.graph.nodes), None))
+        with place:
+            self._last = self.graph.placeholder(name)
+        return self._last
+
+    def _join(self, blocks: Node, dim: int, name: str) -> Node:
+        with self.graph.inserting_after(self._last_joined or self._last):
+            self._last_joined = self.graph.create_node(
+                "call_method", "flatten", (blocks, dim, dim + 1), name=name
+            )
+            self._last_joined.meta["stack_trace"] = None  # it stands on no line of the model
+        return self._last_joined
 
 
 class _Writer:
@@ -236,21 +253,40 @@ class _Writer:
         self.attention, self.kernel, self.dropout = attention, kernel, dropout
         self.proof = proof
         self.tail: Tail | None = None
-        self.modules = torch.nn.Module()
 
-    def write(self, gm: GraphModule, scope: _Scope) -> None:
+    def name(self, key: Key) -> str:
+        """What an argument of the flat graph is called."""
+        if isinstance(key, Node):
+            return key.name
+        if key[0] in ("input", "token"):
+            return _readable(self.capture.inputs[key[1]])
+        if key[0] == "kernel":
+            name = kernels.KERNELS[self.kernel].NAMES[key[2]]
+            return name if key[1] is None or name in kernels.flex.PER_TOKEN else f"{name}_window_{key[1]}"
+        return re.sub(r"\W+", "_", "_".join(map(str, key))).rstrip("_")
+
+    def in_blocks(self, key: Key) -> int | None:
+        """The first of the two dimensions [n, 128] in which an argument has T, None if it has not."""
+        if isinstance(key, Node):
+            return None
+        if key[0] == "kernel":
+            return 0 if kernels.KERNELS[self.kernel].NAMES[key[2]] in kernels.flex.PER_TOKEN else None
+        return {"token": key[-1], "positions": 0}.get(key[0])
+
+    def write(self, gm: GraphModule, scope: Scope) -> None:
         for node in gm.graph.nodes:
             if node in self.capture.bodies:
                 self._body(node, scope)
             elif node in self.live:
-                written = self._node(node, scope)
-                if written.op not in ("placeholder", "output") and "stack_trace" in node.meta:
-                    written.meta.setdefault("stack_trace", node.meta["stack_trace"])
-                scope.values[node] = written
+                last = next(iter(reversed(scope.graph.nodes)), None)
+                scope.values[node] = self._node(node, scope)
+                for written in _behind(last, scope.graph):
+                    if written.op != "placeholder" and "stack_trace" in node.meta:
+                        written.meta.setdefault("stack_trace", node.meta["stack_trace"])
 
-    def _body(self, call: Node, scope: _Scope) -> None:
+    def _body(self, call: Node, scope: Scope) -> None:
         """A checkpointed body stays one, so that memory stays checkpointed."""
-        inner = _Scope(Graph(), scope)
+        inner = Scope(self, scope)
         self.write(self.capture.bodies[call], inner)
         results = self.capture.alias[call]
         results = results if isinstance(results, tuple) else (results,)
@@ -260,21 +296,21 @@ class _Writer:
         if not wanted:
             return
         inner.graph.output(tuple(inner.get(r) for r in wanted))
-        name = f"body_{sum(1 for _ in self.modules.children())}"
-        self.modules.add_module(name, GraphModule(torch.nn.Module(), inner.graph))
+        name = f"body_{sum(name.startswith('body_') for name, _ in scope.modules.named_children())}"
+        scope.modules.add_module(name, GraphModule(inner.modules, inner.graph))
         target = scope.graph.get_attr(name)
         args = (target, *(scope.get(k) for k in inner.keys))
         result = scope.graph.call_function(call.target, args, dict(call.kwargs))
         for index, node in enumerate(wanted):
             scope.values[node] = scope.graph.call_function(operator.getitem, (result, index))
 
-    def _node(self, node: Node, scope: _Scope) -> Node:
+    def _node(self, node: Node, scope: Scope) -> Node:
         graph, roles = scope.graph, self.roles
         if node.op == "placeholder":
             return scope.get(self._input(node))
         if node.op == "get_attr":
             name = f"constant_{node.name}"
-            self.modules.register_buffer(name, node.meta["fx_packing_attr"].detach())
+            scope.modules.register_buffer(name, node.meta["fx_packing_attr"].detach())
             return graph.get_attr(name)
         if node in self.attention:
             return self._attend(self.attention[node], scope)
@@ -283,10 +319,7 @@ class _Writer:
             dim = roles.slices[node][0] if node in roles.slices else roles.tables[node]
             base, index = scope.get(self.capture.resolve(args[0])), args[1]
             key = ("read", self.proof.cuts.get(node)) if node in roles.slices else ("positions",)
-            whole = (
-                node in roles.slices
-                and roles.slices[node][1].symbol == roles.slices[node][1].parent
-            )
+            whole = node in roles.slices and roles.slices[node][1].symbol == roles.slices[node][1].parent
             if not whole and self.tail is None:  # all of a tail is of the same tokens
                 base = graph.call_method("index_select", (base, dim, scope.get(key)))
             index = index if isinstance(index, tuple) else (index,)
@@ -308,9 +341,11 @@ class _Writer:
     def _input(self, node: Node) -> Key:
         item = self.capture.by_node[node]
         symbols = {s for size in self.roles.shape(node) for s in size.symbols}
-        return ("token" if "L" in symbols and item.kind == "user" else "input", item.index)
+        if "L" in symbols and item.kind == "user":
+            return ("token", item.index, min(len(item.shape), 2) - 1)
+        return ("input", item.index)
 
-    def _value(self, node: Node, scope: _Scope, user: Node) -> Any:
+    def _value(self, node: Node, scope: Scope, user: Node) -> Any:
         resolved = self.capture.resolve(node)
         if not isinstance(resolved, Node):
             return map_arg(resolved, lambda n: self._value(n, scope, user))
@@ -319,10 +354,10 @@ class _Writer:
             return value
         return self._spread(resolved, scope, user)
 
-    def _spread(self, node: Node, scope: _Scope, user: Node) -> Node:
+    def _spread(self, node: Node, scope: Scope, user: Node) -> Node:
         """A value as its user needs it: where that joins slices, an entry for each pair of tokens."""
         value, layouts = scope.get(node), self.proof.layouts
-        if node not in layouts or user not in layouts or self.tail is not None:
+        if node not in layouts or user not in layouts:
             return value
         have, need = _names(layouts[node]), _names(layouts[user])
         for name in need:
@@ -340,38 +375,30 @@ class _Writer:
                 value = scope.values[key]
         return value
 
-    def _sizes(self, args: Any, scope: _Scope, user: Node) -> Any:
+    def _sizes(self, args: Any, scope: Scope, user: Node) -> Any:
         if isinstance(args, Size):
             return self._size(args, scope, user)
         if type(args) in (tuple, list):
             return type(args)(self._sizes(a, scope, user) for a in args)
-        return (
-            {k: self._sizes(v, scope, user) for k, v in args.items()}
-            if isinstance(args, dict)
-            else args
-        )
+        return {k: self._sizes(v, scope, user) for k, v in args.items()} if isinstance(args, dict) else args
 
-    def _size(self, size: Size, scope: _Scope, user: Node) -> Any:
+    def _size(self, size: Size, scope: Scope, user: Node) -> Any:
         symbols = [s for s in size.symbols if s != "B"]
         result: Any = size.coefficient
         for symbol in symbols:
-            name = symbol if symbol == "L" else self._columns(symbol, user)
-            key = ("length", name)
-            if self.tail is not None:
-                head = self.tail.head
-                size = (scope.get(head), line_dim(self.proof.layouts[head]))
-                scope.values[key] = scope.graph.call_method("size", size)
-            if key not in scope.values:
-                parts = self.proof.columns[name].parts if name != "L" else ()
-                source = ("entry", name, parts[0]) if parts else ("read", name)
-                source = ("positions",) if name == "L" else source
-                scope.values[key] = scope.graph.call_method("size", (scope.get(source), 0))
-            result = (
-                scope.values[key]
-                if result == 1
-                else scope.graph.call_function(operator.mul, (scope.values[key], result))
-            )
+            length = self._length("L" if symbol == "L" else self._columns(symbol, user), scope)
+            result = length if result == 1 else scope.graph.call_function(operator.mul, (length, result))
         return result
+
+    def _length(self, name: str, scope: Scope) -> Node:
+        """The node of how many tokens a line has."""
+        key = ("length", name)
+        if key not in scope.values:
+            parts = self.proof.columns[name].parts if name != "L" else ()
+            source = ("entry", name, parts[0]) if parts else ("read", name)
+            size = (scope.get(("positions",) if name == "L" else source), 0)
+            scope.values[key] = scope.graph.call_method("size", size)
+        return scope.values[key]
 
     def _columns(self, symbol: str, user: Node) -> str:
         """Which slice a length is of, where several are as long: that of the result."""
@@ -381,27 +408,77 @@ class _Writer:
             raise Refused(f"a size of the sequence that no slice has is not supported, {where(user)}")
         return next((n for n in every if n in own), every[0])
 
-    def _attend(self, found: Attention, scope: _Scope) -> Node:
+
+    def _attend(self, found: Attention, scope: Scope) -> Node:
         kernel = kernels.KERNELS[self.kernel]
-        q, k, v = (
-            scope.get(self.capture.resolve(n)) for n in (found.query, found.key, found.value)
-        )
+        q, k, v = (scope.get(self.capture.resolve(n)) for n in (found.query, found.key, found.value))
         if found.key_transposed:
             k = scope.graph.call_method("transpose", (k, 2, 3))
-        count = kernel.INPUTS
-        plan = [scope.get(("kernel", found.window, j)) for j in range(count)]
-        kwargs = {"scale": found.scale, "window": found.window, "softcap": found.softcap}
-        return scope.graph.call_function(kernel.attend, (q, k, v, *plan), kwargs)
+        constants = {"scale": found.scale, "window": found.window, "softcap": found.softcap}
+        if self.kernel == "flex":
+            return self._flex(found, q, k, v, constants, scope)
+        plan = [scope.get(("kernel", found.window, j)) for j in range(len(kernel.NAMES))]
+        return scope.graph.call_function(kernel.attend, (q, k, v, *plan), constants)
+
+    def _flex(
+        self, found: Attention, q: Node, k: Node, v: Node, constants: dict[str, Any], scope: Scope
+    ) -> Node:
+        first = next(iter(self.attention.values())).window  # whose per-token inputs all others share
+
+        def plan(name: str) -> Node:
+            window = first if name in kernels.flex.PER_TOKEN else found.window
+            return scope.get(("kernel", window, kernels.flex.NAMES.index(name)))
+
+        q, k = (
+            x if _dtype(n) is _dtype(found.value) else scope.graph.call_method("type_as", (x, v))
+            for x, n in ((q, found.query), (k, found.key))
+        )
+        value = found.value.meta["example_value"]
+        return flex.flex_attention(
+            scope, q, k, v, plan, self._length("L", scope), **constants,
+            options=flex.options(value.device, value.dtype, found.head_dim, found.v_head_dim),
+        )  # fmt: skip
+
+
+def _behind(last: Node | None, graph: Graph) -> Iterator[Node]:
+    """The nodes after `last`, backwards."""
+    return itertools.takewhile(lambda node: node is not last, reversed(graph.nodes))
+
+
+def _readable(item: Input) -> str:
+    """``layers_0_self_attn_q_proj_weight``, ``input_ids``: after the place where Dynamo found it."""
+    source = item.source
+    if item.kind == "module":  # from the module on, wherever that came from
+        source = source[max(source.find("._modules["), 0) :]
+    name = "_".join(w for w in re.findall(r"\['?(\w+)'?\]", source) if w != "kwargs")
+    # A word alone may be one that Python or the generated code has a use for.
+    return name if "_" in name and not name[0].isdigit() else f"input_{name}"
+
+
+def _dtype(node: Node) -> torch.dtype:
+    return node.meta["example_value"].dtype
 
 
 class _TailWriter(_Writer):
-    def _node(self, node: Node, scope: _Scope) -> Node:
+    """All of a tail is of the same tokens, those of its head."""
+
+    tail: Tail
+
+    def _node(self, node: Node, scope: Scope) -> Node:
         if node is not self.tail.head:
             return super()._node(node, scope)
         # What the graph changes in place must not be the leaf that gradients are taken of.
         changed = any(n in self.roles.mutations for n in self.tail.nodes)
         head = scope.get(node)
         return scope.graph.call_method("clone", (head,)) if changed else head
+
+    def _spread(self, node: Node, scope: Scope, user: Node) -> Node:
+        return scope.get(node)
+
+    def _length(self, name: str, scope: Scope) -> Node:
+        head = self.tail.head
+        size = (scope.get(head), line_dim(self.proof.layouts[head]))
+        return scope.graph.call_method("size", size)
 
 
 def _output(capture: Capture, roles: Roles, layouts: dict[Node, Layout], arg: Any) -> Output:
@@ -412,9 +489,7 @@ def _output(capture: Capture, roles: Roles, layouts: dict[Node, Layout], arg: An
         return Output("input", capture.by_node[node].index)
     if is_number(roles.values[node]):
         value = roles.values[node]
-        return (
-            Output("size", roles.size(value)) if type(value) is int else Output("constant", value)
-        )
+        return Output("size", roles.size(value)) if type(value) is int else Output("constant", value)
     layout = layouts[node]
     row = ("B",) if "B" in roles.primes else ()
     symbols = [[f for f in factors if isinstance(f, str)] for factors in layout]
@@ -427,9 +502,7 @@ def _output(capture: Capture, roles: Roles, layouts: dict[Node, Layout], arg: An
     if layout[0][:-1] == row and symbols[0][-1:] not in ([], ["B"]) and not any(symbols[1:]):
         return Output("merged", node, symbols[0][-1])
     text = ", ".join("*".join(map(str, f)) or "1" for f in layout)
-    hint = (
-        "keys and values of a cache? pass use_cache=False" if len(layout) == 4 else "not supported"
-    )
+    hint = "keys and values of a cache? pass use_cache=False" if len(layout) == 4 else "not supported"
     raise Refused(f"an output of shape [{text}] is neither [B, L, ...] nor [B * L, ...] ({hint})")
 
 
@@ -443,9 +516,7 @@ def _names(layout: Layout) -> list[str]:
 
 
 def _leaves(args: Any) -> list[Any]:
-    return (
-        [leaf for a in args for leaf in _leaves(a)] if isinstance(args, (tuple, list)) else [args]
-    )
+    return [leaf for a in args for leaf in _leaves(a)] if isinstance(args, (tuple, list)) else [args]
 
 
 def _text(gm: GraphModule) -> str:
@@ -472,6 +543,4 @@ class _Number(int):
 
 def _qualified(target: Any) -> str:
     module = getattr(target, "__module__", "")
-    return (
-        f"{module}.{getattr(target, '__qualname__', None) or getattr(target, '__name__', target)}"
-    )
+    return f"{module}.{getattr(target, '__qualname__', None) or getattr(target, '__name__', target)}"
