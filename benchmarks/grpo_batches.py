@@ -9,6 +9,9 @@ Times are CUDA events, the best of several, after two runs that do not count (th
 proves, compiles and checks; its seconds are given apart). Every run gets tensors of its own, so that
 a packed one makes its own plan. Memory is the peak of torch's allocator.
 
+``prefix+tiles`` is `per_token_logps` compiled whole, its tail in the graph's own tiles;
+``prefix+one`` is the same with one tile of all tokens.
+
 ``--ways`` and ``--batches`` choose rows; ``--out`` keeps the rows that it already holds of the same card
 and versions, each with its date.
 """
@@ -21,6 +24,7 @@ import json
 import platform
 import time
 from pathlib import Path
+from types import SimpleNamespace
 
 import torch
 import torch.nn.functional as F
@@ -29,6 +33,7 @@ from torch.utils.checkpoint import checkpoint
 from transformers import Qwen3Config, Qwen3ForCausalLM
 
 import fx_packing
+from fx_packing import tiles
 from fx_packing.backend import grpo_pack
 
 VOCABULARY = 151_936
@@ -84,7 +89,18 @@ def tail(hidden, weight, targets, tile=2048):
     return torch.cat(parts)
 
 
+def whole(function, model, ids, mask, keep, backward):
+    """The same with the model's own head and `per_token_logps`, compiled whole."""
+    logps = function(model, ids, mask, keep)[mask[:, -keep:].bool()]
+    if backward:
+        logps.mean().backward()
+        model.zero_grad(set_to_none=True)
+    return logps.detach()
+
+
 def step(trunk, model, ids, mask, keep, backward):
+    if trunk not in (None, model.model) and getattr(trunk, "whole", False):
+        return whole(trunk.function, model, ids, mask, keep, backward)
     hidden = trunk(input_ids=ids, attention_mask=mask, use_cache=False).last_hidden_state
     real = mask[:, -keep:].bool()
     logps = tail(hidden[:, -keep - 1 : -1][real], model.lm_head.weight, ids[:, -keep:][real])
@@ -119,6 +135,9 @@ def compile_trunk(model, options, device):
     torch.compiler.set_stance("force_eager" if options is None and device == "cpu" else "default")
     if options is None:
         return torch.compile(model.model, dynamic=False)
+    if options.pop("whole", False):
+        function = torch.compile(fx_packing.per_token_logps, backend=grpo_pack, options=options)
+        return SimpleNamespace(whole=True, function=function)
     return torch.compile(model.model, backend=grpo_pack, options=options)
 
 
@@ -193,7 +212,11 @@ def main() -> None:
     model = build_model(2 if args.toy else args.layers, args.toy, device)
     first: dict[str, tuple[str, torch.Tensor]] = {}  # of each batch: the way measured first, its result
     for way in args.ways.split(","):
-        options = None if way == "padded" else {"layout": way, "verify": args.verify}
+        layout, _, tail = way.partition("+")
+        options = None if way == "padded" else {"layout": layout, "verify": args.verify}
+        if tail:  # the log-probabilities in the graph, in tiles or in one piece
+            options["whole"] = True
+            tiles._ELEMENTS = 1 << (28 if tail == "tiles" else 62)
         if options and device == "cpu":
             options["inner"] = "aot_eager"
         trunk = compile_trunk(model, options, device)
