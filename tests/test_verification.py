@@ -452,9 +452,9 @@ def test_a_reference_that_is_broken_by_padding_is_survived(monkeypatch):
     model, batch = decoder_pair()
     real, batches = verify._Reference.values, []
 
-    def values(self, rows):
+    def values(self, rows, *args):
         batches.append(len(rows))
-        return [v * float("nan") if len(rows) > 1 else v for v in real(self, rows)]
+        return [v * float("nan") if len(rows) > 1 else v for v in real(self, rows, *args)]
 
     monkeypatch.setattr(verify._Reference, "values", values)
     with warnings.catch_warnings(record=True) as seen:
@@ -470,7 +470,7 @@ def test_a_reference_that_is_not_finite_at_all_proves_nothing(monkeypatch):
     model, batch = decoder_pair()
     real = verify._Reference.values
     monkeypatch.setattr(
-        verify._Reference, "values", lambda self, rows: [v * float("nan") for v in real(self, rows)]
+        verify._Reference, "values", lambda self, *args: [v * float("nan") for v in real(self, *args)]
     )
     run(pack(model, layout="prefix"), batch)
     (check,) = checks()
