@@ -16,7 +16,8 @@ from __future__ import annotations
 import functools
 import threading
 import weakref
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from typing import Any
 
 import torch
@@ -64,11 +65,11 @@ def _watched(
         if bypass and holds_cache(args, kwargs):
             report.ran_outside(model, "a KV cache was passed in (generation): runs eagerly, past Dynamo")
             return eager(*args, **kwargs)
-        _drop_repeated_hooks(owner())
         before, outer = getattr(_here, "count", 0), getattr(_here, "model", "")
         _here.model = model
         try:
-            result = compiled(*args, **kwargs)
+            with _without_repeated_hooks(owner()):
+                result = compiled(*args, **kwargs)
         finally:
             _here.model = outer
         if getattr(_here, "count", 0) == before:
@@ -78,22 +79,48 @@ def _watched(
     return watched
 
 
-def _drop_repeated_hooks(module: torch.nn.Module | None) -> None:
-    """Leave one of the hooks with which transformers makes embeddings require gradients.
+@contextmanager
+def _without_repeated_hooks(module: torch.nn.Module | None) -> Iterator[None]:
+    """Inside, the hooks are away with which transformers makes embeddings require gradients, if the
+    model can do without; else all but one.
 
-    `gradient_checkpointing_enable` adds it anew each time, and trainers call that after each generation
-    (transformers 5.24): the embedding's hooks grow without end, and each number of them is a variant to
-    Dynamo. The hook is idempotent; the one that stays is the last, which transformers can still remove.
+    `gradient_checkpointing_enable` adds the hook anew each time, and trainers call that after each
+    generation (transformers 5.24): they grow without end, and each number of them is a variant to Dynamo.
+    The hook serves reentrant checkpointing alone, whose body needs an input that requires gradients. It
+    breaks the graph after frozen embeddings, and gradients of embeddings keep prefixes from being shared.
     """
+    hooks = _embedding_hooks(module)
+    ours = [n for n, h in hooks.items() if getattr(h, "__name__", "") == "make_inputs_require_grads"]
+    ours = [n for n in ours if hooks[n].__closure__ is None]
+    if module is None or len(ours) == 0 or (len(ours) == 1 and _is_reentrant(module)):
+        yield
+        return
+    before = list(hooks.items())
+    for number in ours[:-1] if _is_reentrant(module) else ours:
+        del hooks[number]
+    try:
+        yield
+    finally:
+        hooks.clear()
+        hooks.update(before)
+
+
+def _embedding_hooks(module: torch.nn.Module | None) -> dict[int, Any]:
     embeddings = getattr(module, "get_input_embeddings", None)
     try:
-        hooks = embeddings()._forward_hooks if embeddings else {}
+        return embeddings()._forward_hooks if embeddings else {}
     except (AttributeError, NotImplementedError):
-        return
-    same = [n for n, h in hooks.items() if getattr(h, "__name__", "") == "make_inputs_require_grads"]
-    for number in same[:-1]:
-        if hooks[number].__code__ is hooks[same[-1]].__code__ and hooks[number].__closure__ is None:
-            del hooks[number]
+        return {}
+
+
+def _is_reentrant(module: torch.nn.Module) -> bool:
+    """Whether checkpointing is on, and not known to be the non-reentrant kind."""
+    for part in module.modules():
+        if getattr(part, "gradient_checkpointing", False):
+            how = getattr(getattr(part, "_gradient_checkpointing_func", None), "keywords", {})
+            if how.get("use_reentrant") is not False:
+                return True
+    return False
 
 
 def holds_cache(args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
