@@ -38,6 +38,7 @@ class GrpoPack:
     ) -> Callable[..., Any]:
         """Compile a captured graph. Raises ValueError for bad options, PackingError if asked to."""
         parsed = Options.parse(options)
+        compat.reset_with_dynamo(grpo_pack)
         record = report.new_graph(compat.model_being_captured())
         compat.guard_on_switch()
         compat.dump_graph("grpo_pack.captured", gm)

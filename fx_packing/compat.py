@@ -120,6 +120,14 @@ def module_call_being_captured() -> ModuleCall | None:
     return ModuleCall(inner, args, kwargs, compiled, eager, holder, place)
 
 
+def reset_with_dynamo(backend: Any) -> None:
+    """Have ``torch._dynamo.reset`` call ``backend.reset`` the next time: it forgets whom to call each time,
+    and learns it again only where something is compiled anew with ``torch.compile``."""
+    from torch._dynamo.eval_frame import cached_backends
+
+    cached_backends.setdefault(id(backend), backend)
+
+
 def why_dynamo_is_off() -> str | None:
     """What the user switched Dynamo off with, or None."""
     from torch._dynamo import eval_frame
