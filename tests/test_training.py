@@ -3,9 +3,6 @@
 from __future__ import annotations
 
 import copy
-import os
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
@@ -86,9 +83,7 @@ def test_checkpointing_saves_the_packed_share(reentrant, layout, monkeypatch):
     assert len(plans) == 1
     share = graph.last.run_tokens / graph.last.padded_tokens
     assert share < 0.8
-    rounded = (graph.last.run_tokens + 255) / graph.last.padded_tokens  # T comes in blocks
-    print("KEPT", reentrant, layout, kept, share, kept[layout] / kept["padded"])
-    assert kept[layout] < 1.1 * rounded * kept["padded"], (kept, share)
+    assert kept[layout] <= share * kept["padded"], (kept, share)
 
 
 @pytest.mark.parametrize("reentrant", (False, True))
@@ -137,9 +132,8 @@ def test_autocast_with_float32_weights(place, dtype):
     with torch.autocast("cpu", dtype=dtype):
         alone = reference(plain, batch)
         padded = logps(plain, batch)
-    noise = float((padded - alone).detach().abs().max())
-    assert float((got - alone).detach().abs().max()) < 4 * noise + 1e-3
-    assert float((got - alone).detach().abs().mean()) < 3 * float((padded - alone).detach().abs().mean()) + 1e-4
+    error, noise = ((x - alone).detach().abs() for x in (got, padded))
+    assert error.max() < 4 * noise.max() + 1e-3 and error.mean() < 3 * noise.mean() + 1e-4
     got.sum().backward(), alone.sum().backward()
     for p, q in zip(model.parameters(), plain.parameters(), strict=True):
         assert p.grad.dtype == torch.float32  # master weights
@@ -257,8 +251,7 @@ def test_frozen_weights_get_no_gradients():
     full = lora().requires_grad_(True)
     compiled(full.base_model.model)
     everything, _ = saved_bytes(lambda: logps(full, batch))
-    assert frozen < 0.95 * everything  # what only their gradients need is not kept
-    print("SAVED", frozen, everything)
+    assert frozen < 0.5 * everything  # what only their gradients need is not kept
 
 
 @pytest.mark.slow
@@ -299,3 +292,90 @@ def test_lora_with_checkpointing_as_trainers_set_it_up(reentrant):
     runs = packed_runs()
     assert sum(runs.values()) == 5 and set(runs) <= {"varlen", "prefix"}
     assert runs == {"varlen": 5} if reentrant else runs["prefix"] >= 4
+
+
+# -- accelerate and transformers' Trainer ------------------------------------------------------------
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("precision", ("no", "bf16"))
+@pytest.mark.parametrize("when", ("before", "after", "wrapped"))
+def test_accelerate_with_accumulation(when, precision):
+    """Ten optimiser steps of two micro-batches each; compiled before or after `prepare`."""
+    accelerate = pytest.importorskip("accelerate")
+    curves = {}
+    for packed in (False, True):
+        accelerate.state.AcceleratorState._reset_state(True)
+        accelerator = accelerate.Accelerator(
+            cpu=True, mixed_precision=precision, gradient_accumulation_steps=2
+        )
+        model = tiny.build("llama").train()
+        names = list(model.state_dict())
+        if packed and when == "before":
+            compiled(model)
+        if packed and when == "wrapped":
+            model = torch.compile(model, backend="grpo_pack", options=OPTIONS)
+        optimizer = torch.optim.SGD(model.parameters(), lr=1e-2)
+        model, optimizer = accelerator.prepare(model, optimizer)
+        if packed and when == "after":
+            compiled(model)
+        curve = []
+        for step in range(20):
+            batch = shared_batch("left", seed=step % 4)
+            with accelerator.accumulate(model):
+                loss = -logps(model, batch).sum() / batch.mask.sum()
+                accelerator.backward(loss)
+                optimizer.step()
+                optimizer.zero_grad()
+            curve.append(float(loss))
+        curves[packed] = curve
+        plain = accelerator.unwrap_model(model, keep_torch_compile=False)
+        assert list(plain.state_dict()) == list(accelerator.get_state_dict(plain)) == names
+    tolerance = 2e-5 if precision == "no" else 0.05
+    assert all(abs(a - b) < tolerance for a, b in zip(*curves.values(), strict=True)), curves
+    assert packed_runs() == {"prefix": 20}
+
+
+@pytest.mark.slow
+def test_trainer_saves_and_resumes(tmp_path):
+    """transformers' Trainer on the padded batches of a collator: backbone compiled; a resumed run is the
+    same run, and so is the padded one."""
+    pytest.importorskip("accelerate")
+    from transformers import Trainer, TrainingArguments
+
+    rows = []
+    for seed in range(12):
+        batch = shared_batch("right", seed=seed)
+        rows += [{"input_ids": i, "attention_mask": m} for i, m in zip(*batch, strict=True)]
+
+    def collate(some):
+        made = {k: torch.stack([row[k] for row in some]) for k in some[0]}
+        return made | {"labels": made["input_ids"].where(made["attention_mask"].bool(), -100)}
+
+    def run(packed, folder, resume=None):
+        model = tiny.build("llama")
+        model.config.use_cache = False
+        if packed:
+            compiled(model.model)
+        arguments = TrainingArguments(
+            output_dir=str(folder), use_cpu=True, max_steps=12, per_device_train_batch_size=7, save_steps=6,
+            logging_steps=1, report_to=[], disable_tqdm=True, learning_rate=1e-3, seed=0, data_seed=0,
+        )  # fmt: skip
+        trainer = Trainer(model=model, args=arguments, train_dataset=rows, data_collator=collate)
+        trainer.train(resume_from_checkpoint=resume)
+        return {h["step"]: h["loss"] for h in trainer.state.log_history if "loss" in h}, model
+
+    want, _ = run(False, tmp_path / "padded")
+    got, model = run(True, tmp_path / "packed")
+    assert set(packed_runs()) <= {"prefix", "varlen"} and sum(packed_runs().values()) == 12
+    assert all(abs(got[step] - want[step]) < 1e-4 for step in want), (got, want)
+    resumed, again = run(True, tmp_path / "packed", str(tmp_path / "packed" / "checkpoint-6"))
+    assert all(abs(resumed[step] - got[step]) < 1e-5 for step in range(7, 13))
+    assert sum(packed_runs().values()) == 18
+    for name, value in model.state_dict().items():
+        assert float((again.state_dict()[name] - value).abs().max()) < 1e-5
+    from safetensors.torch import load_file
+
+    saved = load_file(tmp_path / "packed" / "checkpoint-12" / "model.safetensors")
+    padded = load_file(tmp_path / "padded" / "checkpoint-12" / "model.safetensors")
+    assert saved.keys() == padded.keys()
