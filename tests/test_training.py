@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import copy
-from pathlib import Path
 
 import pytest
 import tiny
@@ -15,7 +14,6 @@ from trainers import packed_runs
 import fx_packing
 from fx_packing import forest, runtime
 
-HERE = Path(__file__).parent
 OPTIONS = {"inner": "aot_eager"}
 
 
@@ -379,3 +377,44 @@ def test_trainer_saves_and_resumes(tmp_path):
     saved = load_file(tmp_path / "packed" / "checkpoint-12" / "model.safetensors")
     padded = load_file(tmp_path / "padded" / "checkpoint-12" / "model.safetensors")
     assert saved.keys() == padded.keys()
+
+
+# -- other heads -----------------------------------------------------------------------------------
+
+
+class Headed(torch.nn.Module):
+    """A decoder with another head: a value for each token, or a score of each row's last token."""
+
+    def __init__(self, kind):
+        super().__init__()
+        self.decoder, self.kind = tiny.PlainDecoder(), kind
+        with torch.random.fork_rng(devices=[]):
+            torch.manual_seed(1)
+            self.head = torch.nn.Linear(tiny.VOCAB, 1)
+
+    def forward(self, ids, mask):
+        logits = self.decoder(ids, mask)
+        value = self.head(logits)[..., 0]
+        if self.kind == "values":
+            return logits, value
+        return value[torch.arange(len(ids)), mask.sum(1) - 1]  # [B]
+
+
+def test_a_value_head_is_packed():
+    model, batch = Headed("values"), shared_batch("left")
+    compiled(model)
+    logits, values = model(*batch)
+    assert_packed("auto", *batch)
+    want = tiny.per_row(model.decoder, *batch)
+    real = batch.mask.bool()
+    assert float((logits - want)[real].detach().abs().max()) < 2e-5
+    assert float((values - model.head(want)[..., 0])[real].detach().abs().max()) < 2e-5
+
+
+def test_a_score_of_the_last_token_is_refused():
+    model, batch = Headed("score"), shared_batch("right")
+    compiled(model)
+    got = model(*batch)
+    (graph,) = fx_packing.report().graphs
+    assert not graph.rewritten and graph.reason
+    assert torch.allclose(got, Headed("score")(*batch), atol=1e-5)

@@ -6,6 +6,7 @@ from __future__ import annotations
 import pytest
 import tiny
 import torch
+import trainers
 from trainers import assert_same_curve, generated_outside, grpo, packed_runs
 
 import fx_packing
@@ -93,3 +94,59 @@ def test_grpo_with_lora_is_the_same_run(what, reentrant, beta, tmp_path):
 
 def graphs():
     return [g for g in fx_packing.report().graphs if g.last is not None]
+
+
+# -- other losses ----------------------------------------------------------------------------------
+
+
+def other(kind: str, folder, packed: bool, whole: bool = False) -> list:
+    """Six steps of TRL's trainer of that kind: what it logged."""
+    import trl
+    from datasets import Dataset
+    from transformers import AutoModelForSequenceClassification
+
+    g = tiny.generator(3)
+    starts = trainers.prompts(16)
+    ends = [" " + trainers.words(int(torch.randint(3, 14, (), generator=g)), g) for _ in range(32)]
+    pairs = {"chosen": ends[:16], "rejected": ends[16:]}
+    whole_pairs = {k: [a + b for a, b in zip(starts, v, strict=True)] for k, v in pairs.items()}
+    rows = {
+        "DPO": {"prompt": starts} | pairs, "Reward": whole_pairs, "SFT": {"text": whole_pairs["chosen"]},
+    }[kind]  # fmt: skip
+    model, more = tiny.build("llama"), {}
+    if kind == "Reward":
+        model.config.num_labels = 1
+        torch.manual_seed(0)
+        model = AutoModelForSequenceClassification.from_config(model.config, dtype=torch.float32)
+    if kind == "DPO":
+        more["ref_model"] = tiny.build("llama", seed=1)
+    if packed:
+        for each in (model, *more.values()):
+            compiled(each, "whole model" if whole else "backbone")
+    arguments = getattr(trl, f"{kind}Config")(
+        output_dir=str(folder), use_cpu=True, bf16=False, report_to=[], seed=0, save_strategy="no",
+        disable_tqdm=True, logging_steps=1, learning_rate=1e-3, per_device_train_batch_size=4, max_steps=6,
+    )  # fmt: skip
+    trainer = getattr(trl, f"{kind}Trainer")(
+        model=model, args=arguments, train_dataset=Dataset.from_dict(rows),
+        processing_class=trainers.tokenizer(), **more,
+    )  # fmt: skip
+    trainer.train()
+    return [(h["loss"], h["grad_norm"]) for h in trainer.state.log_history if "loss" in h]
+
+
+@pytest.mark.parametrize(
+    ("kind", "runs"), (("DPO", {"prefix": 12}), ("SFT", {"varlen": 6}), ("Reward", {"prefix": 6}))
+)
+def test_other_trainers_are_the_same_run(kind, runs, tmp_path):
+    """DPO: prompts shared by chosen and rejected, policy and reference, each with a check of its own."""
+    want = other(kind, tmp_path, packed=False)
+    assert_same_curve(other(kind, tmp_path, packed=True), want)
+    assert packed_runs() == runs
+
+
+def test_a_whole_reward_model_is_refused_with_the_reason(tmp_path):
+    want = other("Reward", tmp_path, packed=False)
+    assert other("Reward", tmp_path, packed=True, whole=True) == want
+    reasons = {g.reason for g in fx_packing.report().graphs}
+    assert packed_runs() == {} and all("argmax" in reason for reason in reasons), reasons
