@@ -7,14 +7,19 @@ flag - plan - cap - layout - gather - flat graph - scatter - (first: verify)  ea
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
 from typing import Any
 
 import torch
 from torch.fx import GraphModule
 
-from . import cap, capture, compat, inner, passes, report, runtime, switch
+from . import cap, capture, compat, inner, passes, report, runtime, switch, watch
 from .errors import PackingError, Refused
 from .options import Options
+
+_GENERATION = (
+    "a KV cache is passed in (generation): this call runs uncompiled, later ones run eagerly, past Dynamo"
+)
 
 
 class GrpoPack:
@@ -33,9 +38,12 @@ class GrpoPack:
     ) -> Callable[..., Any]:
         """Compile a captured graph. Raises ValueError for bad options, PackingError if asked to."""
         parsed = Options.parse(options)
+        compat.reset_with_dynamo(grpo_pack)
         record = report.new_graph(compat.model_being_captured())
         compat.guard_on_switch()
         compat.dump_graph("grpo_pack.captured", lambda: gm)
+        if watch.install(bypass=parsed.enabled and parsed.on_refuse == "fallback"):
+            return self._refuse(gm, example_inputs, replace(parsed, inner="eager"), record, _GENERATION)
         try:
             analysis = self._analyse(gm, example_inputs, parsed)
         except Refused as refusal:
@@ -45,7 +53,7 @@ class GrpoPack:
         record.guards = cap.guard(analysis, parsed)
         report.log.info("%s is packed: %d attentions", record.title, len(record.attention))
         compat.count("rewritten")
-        return _as_function(runtime.Packed(analysis, parsed, record))
+        return watch.entered(runtime.Packed(analysis, parsed, record))
 
     def _analyse(self, gm: GraphModule, example_inputs: Sequence[Any], options: Options) -> passes.Analysis:
         if not (switch.ENABLED and options.enabled):
@@ -76,22 +84,14 @@ class GrpoPack:
         if options.on_refuse == "raise" and switch.ENABLED and options.enabled:
             raise PackingError(f"grpo_pack: {reason}")
         compiled = inner.compile_captured(gm, example_inputs, options.inner)
-        return _as_function(runtime.AsCaptured(compiled, record, reason))
+        return watch.entered(runtime.AsCaptured(compiled, record, reason))
 
     def reset(self) -> None:
         """Forget verdicts, counters, plans and compiled flat graphs; called by torch._dynamo.reset."""
         report.forget()
+        watch.forget()
         inner.forget()
         runtime.forget()
-
-
-def _as_function(run: Callable[..., Any]) -> Callable[..., Any]:
-    """A plain function: depyf reads the code object of what a backend returns."""
-
-    def compiled(*args: Any) -> Any:
-        return run(*args)
-
-    return compiled
 
 
 grpo_pack = GrpoPack()

@@ -10,6 +10,8 @@ import logging
 import sys
 import threading
 from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass
+from types import FrameType
 from typing import Any
 
 import torch
@@ -68,6 +70,101 @@ def model_being_captured() -> str:
     scope = InstructionTranslator.current_tx().f_locals
     found = [*scope.values(), *(v for s in scope.values() if isinstance(s, tuple) for v in s)]
     return next((type(v).__name__ for v in found if isinstance(v, torch.nn.Module)), "")
+
+
+@dataclass
+class ModuleCall:
+    """A call of a compiled module that Dynamo is capturing something of. `eager` runs it past Dynamo."""
+
+    module: torch.nn.Module
+    args: tuple[Any, ...]
+    kwargs: dict[str, Any]
+    compiled: Callable[..., Any]
+    eager: Callable[..., Any]
+    holder: torch.nn.Module
+    place: str  # the attribute of `holder` that its calls go through
+
+    def replace(self, function: Callable[..., Any]) -> None:
+        """Let the holder's later calls go through `function`. Copies and pickles of it leave both out."""
+        self.holder.__dict__[self.place] = function
+
+
+def module_call_being_captured() -> ModuleCall | None:
+    """The call of a module compiled as such (in place or by ``torch.compile``) whose graph is being
+    compiled, found on the Python stack; None for a compiled function, and after `ModuleCall.replace`."""
+    from torch._dynamo import eval_frame
+
+    frame: FrameType | None = sys._getframe(1)
+    while frame and not (
+        frame.f_code.co_name == "compile_wrapper" and frame.f_code.co_filename == eval_frame.__file__
+    ):
+        frame = frame.f_back
+    if frame is None or frame.f_back is None:
+        return None
+    given, caller = frame.f_locals, frame.f_back
+    args, kwargs = given.get("args"), given.get("kwargs")
+    holder = caller.f_locals.get("self")
+    if not isinstance(holder, torch.nn.Module) or args is None or kwargs is None:
+        return None
+    if isinstance(holder, eval_frame.OptimizedModule):
+        if caller.f_code is not torch.nn.Module._call_impl.__code__:
+            return None
+        inner, place = holder._orig_mod, "forward"
+        eager: Callable[..., Any] = inner
+    else:
+        inner, place, eager = holder, "_compiled_call_impl", holder._call_impl
+    compiled = holder.__dict__.get(place)
+    code = getattr(compiled, "__code__", None)
+    if code is not frame.f_code:
+        return None
+    return ModuleCall(inner, args, kwargs, compiled, eager, holder, place)
+
+
+def reset_with_dynamo(backend: Any) -> None:
+    """Have ``torch._dynamo.reset`` call ``backend.reset`` the next time: it forgets whom to call each time,
+    and learns it again only where something is compiled anew with ``torch.compile``."""
+    from torch._dynamo.eval_frame import cached_backends
+
+    cached_backends.setdefault(id(backend), backend)
+
+
+def why_dynamo_is_off() -> str | None:
+    """What the user switched Dynamo off with, or None."""
+    from torch._dynamo import eval_frame
+
+    stance = getattr(getattr(eval_frame, "_stance", None), "stance", "default")
+    if stance != "default":
+        return f"torch.compiler.set_stance({stance!r})"
+    return "torch._dynamo.config.disable" if torch._dynamo.config.disable else None
+
+
+def on_recompile_limit(tell: Callable[[str, int, str, str], None]) -> None:
+    """Call ``tell(limit, value, function, reason)`` whenever Dynamo stops compiling variants of a function
+    for this backend. Read off its log line, hence not while its warnings are switched off."""
+    start = "torch._dynamo hit config.%s"
+
+    def look(record: logging.LogRecord) -> bool:
+        if str(record.msg).startswith(start) and isinstance(record.args, tuple) and _is_for_us():
+            limit, value, function, reason = record.args[:4]
+            tell(str(limit), int(value), str(function), str(reason))
+        return True
+
+    logging.getLogger("torch._dynamo.convert_frame").addFilter(look)
+
+
+def _is_for_us() -> bool:
+    """Whether the frame that Dynamo is compiling is for this backend."""
+    from torch._dynamo import convert_frame
+    from torch._dynamo.eval_frame import innermost_backend
+
+    frame: FrameType | None = sys._getframe(1)
+    while frame is not None:
+        if frame.f_code.co_filename == convert_frame.__file__ and "compiler_fn" in frame.f_locals:
+            found = innermost_backend(frame.f_locals["compiler_fn"])
+            found = getattr(found, "compiler_fn", found)
+            return getattr(found, "__name__", None) == "grpo_pack"
+        frame = frame.f_back
+    return False
 
 
 def size_hint(size: int | torch.SymInt) -> int:

@@ -86,19 +86,32 @@ class GraphReport:
 
 
 @dataclass
+class Outside:
+    """Calls of a compiled module that reached no captured graph: `calls` of them, and why."""
+
+    model: str
+    why: str
+    calls: int = 0
+
+
+@dataclass
 class Report:
-    """A list of captured graphs; ``str()`` is a table, `to_json` the same data."""
+    """A list of captured graphs, and calls that reached none; ``str()`` is a table, `to_json` the same
+    data."""
 
     graphs: list[GraphReport] = field(default_factory=list)
+    outside: list[Outside] = field(default_factory=list)
 
     def to_json(self) -> str:
         """The report as a JSON object."""
-        return json.dumps({"graphs": [asdict(g) for g in self.graphs]}, default=str)
+        graphs, outside = map(asdict, self.graphs), map(asdict, self.outside)
+        return json.dumps({"graphs": list(graphs), "outside": list(outside)}, default=str)
 
     def __str__(self) -> str:
         if not self.graphs:
             return "fx_packing: no graph was captured by backend 'grpo_pack' in this process."
-        return "\n".join(_lines(g) for g in self.graphs)
+        outside = [f"outside ({o.model}): {o.calls} calls\n  reason        {o.why}" for o in self.outside]
+        return "\n".join([*map(_lines, self.graphs), *outside])
 
 
 def _lines(graph: GraphReport) -> str:
@@ -143,6 +156,7 @@ def _lines(graph: GraphReport) -> str:
 
 
 _graphs: deque[GraphReport] = deque(maxlen=256)
+_outside: dict[tuple[str, str], Outside] = {}
 _lock = threading.Lock()
 _warned: set[str] = set()
 
@@ -158,7 +172,13 @@ def new_graph(model: str = "") -> GraphReport:
 def report() -> Report:
     """Everything that ``grpo_pack`` compiled and ran in this process since the last `reset`."""
     with _lock:
-        return Report(list(_graphs))
+        return Report(list(_graphs), [replace(o) for o in _outside.values()])
+
+
+def ran_outside(model: str, why: str, calls: int = 1) -> None:
+    """Record calls that reached no captured graph; none yet where a reason is known before the calls."""
+    with _lock:
+        _outside.setdefault((model, why), Outside(model, why)).calls += calls
 
 
 def _list(graph: GraphReport) -> None:
@@ -171,6 +191,7 @@ def forget() -> None:
     """Drop all records and counts, and let each warning be given once more."""
     with _lock:
         _graphs.clear()
+        _outside.clear()
         _warned.clear()
     compat.forget_counts()
 

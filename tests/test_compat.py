@@ -246,3 +246,100 @@ def test_the_entry_point():
 
     assert "grpo_pack" in list_backends()
     assert packing.pack(nn.Linear(2, 2)) is not None
+
+
+# -- calls of compiled modules ---------------------------------------------------------------------
+
+
+class Doubled(nn.Linear):
+    def forward(self, x, scale=2):
+        return super().forward(x) * scale
+
+
+def test_module_call_being_captured():
+    found = []
+
+    def backend(gm, example_inputs):
+        found.append(compat.module_call_being_captured())
+        return gm
+
+    x, module = torch.ones(2, 3), Doubled(3, 3)
+    module.compile(backend=backend)
+    module(x, scale=3)
+    torch._dynamo.reset()  # the next one has the same code
+    wrapped = torch.compile(Doubled(3, 3), backend=backend)
+    wrapped(x, scale=3)
+    torch.compile(lambda m, x: m(x), backend=backend)(nn.Linear(3, 3), x)
+    assert compat.module_call_being_captured() is None
+    in_place, outer, function = found
+    assert function is None
+    for call, holder in ((in_place, module), (outer, wrapped)):
+        assert call.holder is holder and call.args[0] is x and call.kwargs == {"scale": 3}
+        seen = []
+
+        def replaced(*args, call=call, seen=seen, **kwargs):
+            seen.append(kwargs)
+            return call.compiled(*args, **kwargs)
+
+        replaced.__wrapped__ = call.compiled
+        call.replace(replaced)
+        assert torch.equal(holder(x, scale=4), call.eager(x, scale=4)) and seen == [{"scale": 4}]
+    assert in_place.module is module and outer.module is wrapped._orig_mod
+
+
+def test_what_watches_a_module_is_left_out_of_copies():
+    import copy
+    import pickle
+
+    module = Doubled(3, 3)
+    module.compile(backend="eager")
+    module.__dict__["_compiled_call_impl"] = lambda *args: None
+    assert copy.deepcopy(module)._compiled_call_impl is None
+    assert pickle.loads(pickle.dumps(module))._compiled_call_impl is None
+    wrapped = torch.compile(Doubled(3, 3), backend="eager")
+    wrapped.__dict__["forward"] = lambda *args: None
+    assert torch.equal(copy.copy(wrapped)(torch.ones(2, 3)), wrapped._orig_mod(torch.ones(2, 3)))
+
+
+def test_on_recompile_limit(monkeypatch):
+    import logging
+
+    told = []
+    monkeypatch.setattr(compat, "_is_for_us", lambda: True)
+    log = logging.getLogger("torch._dynamo.convert_frame")
+    before = list(log.filters)
+    compat.on_recompile_limit(lambda *told_: told.append(told_))
+    try:
+        function = torch.compile(lambda x: x + 1, backend="eager")
+        with torch._dynamo.config.patch(recompile_limit=1):
+            function(torch.ones(2))
+            with torch.no_grad():
+                function(torch.ones(2))
+    finally:
+        log.filters[:] = before
+    ((limit, value, name, reason),) = told
+    assert (limit, value) == ("recompile_limit", 1) and "lambda" in name and "grad_mode" in reason
+
+
+def test_why_dynamo_is_off():
+    assert compat.why_dynamo_is_off() is None
+    with torch.compiler.set_stance("force_eager"):
+        assert "force_eager" in compat.why_dynamo_is_off()
+    with torch._dynamo.config.patch(disable=True):
+        assert "disable" in compat.why_dynamo_is_off()
+
+
+def test_reset_with_dynamo():
+    class Backend:
+        resets = 0
+
+        def reset(self):
+            self.resets += 1
+
+    backend = Backend()
+    for times in (1, 2):
+        compat.reset_with_dynamo(backend)
+        torch._dynamo.reset()
+        assert backend.resets == times
+    torch._dynamo.reset()
+    assert backend.resets == 2

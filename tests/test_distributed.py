@@ -1,0 +1,47 @@
+"""Two processes on the CPU: ``pytest -m slow tests/test_distributed.py``."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+pytestmark = pytest.mark.slow
+HERE = Path(__file__).parent
+
+
+def ranks(how: str) -> list[dict]:
+    """What each rank of `ddp_worker.py` printed. A dead-lock ends in the timeout."""
+    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2"]
+    done = subprocess.run(
+        [*command, str(HERE / "ddp_worker.py"), how],
+        env=os.environ | {"OMP_NUM_THREADS": "1", "PYTHONPATH": str(HERE)},
+        capture_output=True, text=True, timeout=400,
+    )  # fmt: skip
+    told = done.stdout.split("RESULT ")[1:]  # both may stand on one line
+    assert len(told) == 2, done.stdout + done.stderr
+    found = [json.JSONDecoder().raw_decode(text)[0] for text in told]
+    return sorted(found, key=lambda rank: rank["rank"])
+
+
+@pytest.mark.parametrize("how", ("backbone", "outer"))
+def test_ranks_of_unlike_sizes_and_layouts(how):
+    first, second = ranks(how)
+    assert first["runs"] == {"prefix": 5} and second["runs"] == {"varlen": 5}
+    assert first["error"] < 1e-5 and second["error"] < 1e-5 and not first["reasons"]
+
+
+def test_one_rank_falls_back():
+    first, second = ranks("backbone, one falls back")
+    assert first["runs"] == {"prefix": 5} and second["runs"] == {"varlen": 3, "padded": 2}
+    assert first["error"] < 1e-5 and second["error"] < 1e-5
+
+
+def test_a_split_graph_is_refused_with_the_remedy():
+    for found in ranks("outer, split"):
+        assert set(found["runs"]) == {"padded"} and found["error"] < 1e-5
+        assert all("optimize_ddp = False" in reason for reason in found["reasons"])
