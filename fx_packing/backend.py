@@ -1,7 +1,7 @@
 """``torch.compile(model, backend="grpo_pack")``: the whole way through, on one screen.
 
-    capture - roles - attention - live - proof - (a refusal, with its reason)     once a captured graph
-    flag - plan - cap - layout - gather - flat graph - scatter - (first: verify)  each call, `runtime.py`
+capture - roles - attention - live - proof - (a refusal, with its reason)     once a captured graph
+flag - plan - cap - layout - gather - flat graph - scatter - (first: verify)  each call, `runtime.py`
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ from typing import Any
 import torch
 from torch.fx import GraphModule
 
-from . import capture, compat, inner, passes, report, runtime, switch
+from . import cap, capture, compat, inner, passes, report, runtime, switch
 from .errors import PackingError, Refused
 from .options import Options
 
@@ -33,7 +33,7 @@ class GrpoPack:
     ) -> Callable[..., Any]:
         """Compile a captured graph. Raises ValueError for bad options, PackingError if asked to."""
         parsed = Options.parse(options)
-        record = report.new_graph()
+        record = report.new_graph(compat.model_being_captured())
         compat.guard_on_switch()
         compat.dump_graph("grpo_pack.captured", gm)
         try:
@@ -42,14 +42,12 @@ class GrpoPack:
             return self._refuse(gm, example_inputs, parsed, record, str(refusal))
         record.rewritten = True
         record.attention = report.describe_attention(analysis.attention)
-        record.guards = runtime.guards(analysis, parsed)
-        report.log.info("%s is packed: %d attentions", record.name, len(record.attention))
+        record.guards = cap.guard(analysis, parsed)
+        report.log.info("%s is packed: %d attentions", record.title, len(record.attention))
         compat.count("rewritten")
         return _as_function(runtime.Packed(analysis, parsed, record))
 
-    def _analyse(
-        self, gm: GraphModule, example_inputs: Sequence[Any], options: Options
-    ) -> passes.Analysis:
+    def _analyse(self, gm: GraphModule, example_inputs: Sequence[Any], options: Options) -> passes.Analysis:
         if not (switch.ENABLED and options.enabled):
             raise Refused("switched off (enabled=False, fx_packing.disabled or FX_PACKING=0)")
         if compat.ddp_is_splitting():
@@ -70,7 +68,7 @@ class GrpoPack:
         reason: str,
     ) -> Callable[..., Any]:
         record.reason = reason
-        report.log.info("%s runs as captured: %s", record.name, reason)
+        report.log.info("%s runs as captured: %s", record.title, reason)
         compat.count("refused")
         if options.on_refuse == "raise" and switch.ENABLED and options.enabled:
             raise PackingError(f"grpo_pack: {reason}")

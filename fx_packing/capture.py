@@ -43,15 +43,22 @@ class Capture:
     gm: GraphModule
     inputs: list[Input]
     nodes: list[Node]
-    alias: dict[
-        Node, Any
-    ]  # body placeholder -> the caller's argument; checkpoint call -> its result
+    alias: dict[Node, Any]  # body placeholder -> the caller's argument; checkpoint call -> its result
     bodies: dict[Node, GraphModule]  # checkpoint call -> its body
     rows: int  # B at capture
     columns: int  # L at capture
     output: Node
     by_node: dict[Node, Input] = field(default_factory=dict)
     ids: list[Input] = field(default_factory=list)  # the inputs [B, L] that embeddings look up
+
+    @property
+    def symbolic_shape(self) -> tuple[Any, Any]:
+        """(B, L) as Dynamo sees them: ints, or the SymInts that guards are made of."""
+        for item in self.inputs:
+            if item.kind == "user" and item.shape[:2] == (self.rows, self.columns):
+                rows, columns = item.node.meta.get("example_value", item.example).shape[:2]
+                return rows, columns
+        return self.rows, self.columns
 
     def resolve(self, arg: Any) -> Any:
         """Follow body placeholders and checkpoint results to the node that computes the value."""
@@ -73,9 +80,7 @@ class Capture:
         found = [self.resolve(n) for n in node.all_input_nodes]
         flat: list[Node] = []
         for item in found:
-            flat.extend(
-                [self.resolve(i) for i in item] if isinstance(item, (tuple, list)) else [item]
-            )
+            flat.extend([self.resolve(i) for i in item] if isinstance(item, (tuple, list)) else [item])
         return [n for n in flat if isinstance(n, Node)]
 
 
@@ -130,13 +135,9 @@ def _linearise(gm: GraphModule, capture: Capture) -> Any:
         elif node.op == "placeholder" and node in capture.alias:
             continue
         elif node.op == "call_function" and compat.is_higher_order(node.target):
-            raise Refused(
-                f"the higher-order operation {describe(node)} is not supported, {where(node)}"
-            )
+            raise Refused(f"the higher-order operation {describe(node)} is not supported, {where(node)}")
         elif node.op == "call_module":
-            raise Refused(
-                f"a module call ({node.target}) in the graph is not supported, {where(node)}"
-            )
+            raise Refused(f"a module call ({node.target}) in the graph is not supported, {where(node)}")
         else:
             if node.op == "get_attr":
                 node.meta["fx_packing_attr"] = _attribute(gm, node)

@@ -57,6 +57,18 @@ def is_module_source(source: Any) -> bool:
     )
 
 
+def model_being_captured() -> str:
+    """The class of the module whose forward Dynamo is capturing, or an empty string."""
+    from torch._dynamo.symbolic_convert import InstructionTranslator
+    from torch._guards import TracingContext
+
+    if TracingContext.try_get() is None:
+        return ""
+    scope = InstructionTranslator.current_tx().f_locals
+    found = [*scope.values(), *(v for s in scope.values() if isinstance(s, tuple) for v in s)]
+    return next((type(v).__name__ for v in found if isinstance(v, torch.nn.Module)), "")
+
+
 def size_hint(size: int | torch.SymInt) -> int:
     """The value a size had when the graph was captured."""
     if isinstance(size, int):

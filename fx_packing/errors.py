@@ -32,14 +32,19 @@ def where(node: Node) -> str:
     if stack:
         path, kind = list(stack.values())[-1]
         kind = kind if isinstance(kind, str) else getattr(kind, "__name__", str(kind))
-        path = re.sub(r"\._modules\['([^']+)'\]", r".\1", str(path))
-        path = re.sub(r"^L\['\w+'\](\[\d+\])?\.?", "", path)
+        path = dotted(str(path))
         parts.append(f"in {path or 'the model'} ({kind.rsplit('.', 1)[-1]})")
     frames = re.findall(r'File "([^"]+)", line (\d+), in \S+\n\s*(.*)', node.meta.get("stack_trace") or "")
     if frames:
         file, line, code = frames[-1]
         parts.append(f"at {file}:{line}: {code.strip()}")
     return ", ".join(parts) or f"at node {node.name}"
+
+
+def dotted(source: str) -> str:
+    """``model.layers.0.mlp.weight`` for Dynamo's ``L['self']._modules['model']...``."""
+    path = re.sub(r"\._(?:modules|parameters|buffers)\['([^']+)'\]", r".\1", source)
+    return re.sub(r"^L\['\w+'\](\[\d+\])?\.?", "", path)
 
 
 def describe(node: Node) -> str:

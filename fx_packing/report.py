@@ -61,6 +61,7 @@ class GraphReport:
     """One captured graph."""
 
     name: str
+    model: str = ""  # class of the outermost module, if any
     rewritten: bool = False
     reason: str | None = None
     attention: list[AttentionRecord] = field(default_factory=list)
@@ -70,12 +71,17 @@ class GraphReport:
     guards: list[str] = field(default_factory=list)
     compiles: dict[str, int] = field(default_factory=dict)  # of the inner compiler, per graph
 
+    @property
+    def title(self) -> str:
+        """The name, and whose graph it is."""
+        return f"{self.name} ({self.model})" if self.model else self.name
+
     def ran(self, run: Run) -> None:
         """Record one execution."""
         self.runs[run.layout] = self.runs.get(run.layout, 0) + 1
         self.last = run
         _list(self)  # a compiled callable outlives a `reset`
-        log.debug("%s ran %s", self.name, run)
+        log.debug("%s ran %s", self.title, run)
 
 
 @dataclass
@@ -98,7 +104,7 @@ def _lines(graph: GraphReport) -> str:
     state = "packed" if graph.rewritten else "runs as captured"
     if graph.rewritten and graph.last is not None and graph.last.layout == "padded":
         state = "can be packed, but last ran as captured"
-    lines = [f"{graph.name}: {state}"]
+    lines = [f"{graph.title}: {state}"]
     if graph.reason:
         lines.append(f"  reason        {graph.reason}")
     kinds: dict[str, int] = {}
@@ -140,10 +146,10 @@ _lock = threading.Lock()
 _warned: set[str] = set()
 
 
-def new_graph() -> GraphReport:
+def new_graph(model: str = "") -> GraphReport:
     """A record for a newly captured graph, part of `report()` from now on."""
     with _lock:
-        graph = GraphReport(f"graph {len(_graphs)}")
+        graph = GraphReport(f"graph {len(_graphs)}", model)
         _graphs.append(graph)
     return graph
 

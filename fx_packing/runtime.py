@@ -15,11 +15,13 @@ from torch.fx import Node
 
 from . import attention as kernels
 from . import compat, report, switch, verify
+from .cap import token_cap
 from .forest import Plan, make_plan
 from .inner import Compiled, compile_flat
 from .options import Options
 from .passes import Analysis
 from .passes.flatten import FlatGraph
+from .verdicts import Extent, Verdict, Verdicts
 
 
 class Fallback(Exception):
@@ -44,7 +46,8 @@ class Packed:
     def __init__(self, analysis: Analysis, options: Options, record: report.GraphReport) -> None:
         self.analysis, self.options, self.record = analysis, options, record
         self.capture = analysis.capture
-        self.verdicts = verify.Verdicts()
+        self.verdicts = Verdicts()
+        self.noted = False  # whether padded and per-row numbers were compared
         self._padded: Compiled | None = None
         self._off: dict[tuple, tuple[int, str]] = {}  # (layout, training) -> from T on, why
         self._lock = threading.RLock()
@@ -59,6 +62,7 @@ class Packed:
         """As if nothing had run yet."""
         self.verdicts.clear()
         self._off.clear()
+        self.noted = False
         self.record = report.fresh(self.record)
 
     # -- the way through ---------------------------------------------------------------------------
@@ -70,36 +74,56 @@ class Packed:
             return self._run_padded(args, 'layout="padded" was asked for')
         try:
             batch = self._read(args)
-            plan = self._plan(batch, self.options.layout)
             with self._lock:
-                return self._run(batch, plan)
+                return self._run(batch)
         except Fallback as reason:
             return self._run_padded(args, str(reason))
 
-    def _run(self, batch: Batch, plan: Plan) -> Any:
-        parts = self._parts(batch, plan)
-        flat = self._flat(plan, batch)
-        mode = (plan.layout, torch.is_grad_enabled())
-        low, why = self._off.get(mode, (None, ""))
-        if low is not None and plan.length >= low:
-            raise Fallback(why)
-        if self.verdicts.failed(self._parameters(batch.args), mode):
-            raise Fallback("an earlier check found the packed result wrong for these parameters")
+    def _run(self, batch: Batch) -> Any:
+        training, plan = torch.is_grad_enabled(), None
         try:
-            if parts is None:
-                outputs = self._outputs(batch, plan, flat, self.call(batch, plan, flat))
-            else:
-                outputs = self._run_parts(batch, parts)
-            outputs = self._verified(batch, plan, flat, outputs, mode)
-        except (Fallback, KeyboardInterrupt):
+            plan, verdict, skipped = self._choose(batch, training)
+            return self._run_packed(batch, plan, verdict, skipped, training)
+        except Fallback:
             raise
         except Exception as error:
-            return self._failed(batch, plan, mode, error)
+            return self._failed(batch, plan, training, error)
+
+    def _choose(self, batch: Batch, training: bool) -> tuple[Plan, Verdict, str | None]:
+        """The plan to run, and why not the one that would come first. Raises `Fallback` if no layout
+        is fit to be tried: what is known to be wrong or to fail is not run again."""
+        skipped = self._off.get((None, training), (0, None))[1]
+        if skipped is not None:
+            raise Fallback(skipped)
+        for layout in dict.fromkeys((self.options.layout, "varlen")):
+            plan = self._plan(batch, layout)
+            mode = (plan.layout, training)
+            verdict = self.verdicts.of([batch.args[i] for i in self._modules], mode)
+            low, why = self._off.get(mode, (plan.length + 1, ""))
+            why = why if plan.length >= low else verdict.blocks(_extent(plan))
+            if why is None:
+                return plan, verdict, skipped and f"not {self.options.layout}: {skipped}"
+            skipped = skipped or why
+            if self.options.layout != "auto":
+                break
+        raise Fallback(skipped)
+
+    def _run_packed(
+        self, batch: Batch, plan: Plan, verdict: Verdict, skipped: str | None, training: bool
+    ) -> Any:
+        flat = self._flat(plan, batch)
+        parts = self._parts(batch, plan, flat)
+        due = {"never": False, "always": True}.get(self.options.verify, verdict.due(_extent(plan)))
+        if due and training:  # on leaves of its own, before anything of this call is kept for backward
+            self._check(batch, plan, flat, parts, None, verdict)
+        outputs = self.execute(batch, plan, flat, parts)
+        if due and not training:
+            self._check(batch, plan, flat, parts, outputs, verdict)
         sizes = [p.run_tokens for p in parts] if parts else [plan.run_tokens]
         self.record.ran(
             report.Run(
                 plan.layout, batch.rows, batch.rows * batch.columns, plan.real_tokens, sum(sizes),
-                self._not_shared(batch), flat.kernel, len(sizes),
+                skipped or self._not_shared(batch), flat.kernel, len(sizes),
             )
         )  # fmt: skip
         compat.count(f"ran_{plan.layout}")
@@ -116,17 +140,21 @@ class Packed:
         compat.count("ran_padded")
         return result
 
-    def _failed(self, batch: Batch, plan: Plan, mode: tuple, error: Exception) -> Any:
+    def _failed(self, batch: Batch, plan: Plan | None, training: bool, error: Exception) -> Any:
         """Run as captured after an exception; remember it, unless the captured graph raises too."""
+        report.log.debug("%s failed", self.record.title, exc_info=error)
         error.__traceback__ = None  # frees the tensors that its frames hold
         out_of_memory = isinstance(error, torch.OutOfMemoryError)
         text = f"{type(error).__name__}: {str(error).splitlines()[0] if str(error) else ''}"
         if out_of_memory and torch.cuda.is_available():
             torch.cuda.empty_cache()
-        why = f"the packed graph failed ({text}); it runs as captured from now on"
+        what = f"layout {plan.layout}" if plan else "packing"
+        often = f" for batches of {plan.length} tokens and more" if plan and out_of_memory else ""
+        why = f"the packed graph failed ({text}); {what} is not tried again{often}"
         result = self._run_padded(batch.args, why)  # an error of the captured graph itself passes on
-        self._off[mode] = (plan.length if out_of_memory else 0, why)
-        report.warn_once(f"{id(self)} {mode}", f"{self.record.name}: {why}")
+        mode = (plan.layout if plan else None, training)
+        self._off[mode] = (plan.length if plan and out_of_memory else 0, why)
+        report.warn_once(f"{id(self)} {mode}", f"{self.record.title}: {why}")
         return result
 
     # -- reading the call --------------------------------------------------------------------------
@@ -168,9 +196,7 @@ class Packed:
             if node not in numbers:
                 given = tuple(number(a) for a in node.args)
                 method = node.op == "call_method"
-                numbers[node] = (
-                    getattr(given[0], node.target)(*given[1:]) if method else node.target(*given)
-                )
+                numbers[node] = getattr(given[0], node.target)(*given[1:]) if method else node.target(*given)
             return numbers[node]
 
         found: dict[str, tuple[int, int]] = {"L": (0, columns)}
@@ -182,18 +208,12 @@ class Packed:
             found[symbol] = (low + start, low + max(start, stop))
         return found
 
-    def _parameters(self, args: Sequence[Any]) -> int:
-        return hash(tuple(id(args[i]) for i in self._modules))
-
     # -- the plan ----------------------------------------------------------------------------------
 
     def _keys(self, batch: Batch) -> list[Tensor]:
         """What makes two tokens the same: every per-token input that the flat graph reads."""
-        if self._flat_tokens is None:
-            flat = self.analysis.flat("segments")
-            self._flat_tokens = [k[1] for k in flat.inputs if k[0] == "token"]
         keys = []
-        for index in self._flat_tokens:
+        for index in self._key_inputs():
             value = batch.args[index].detach()
             if value.shape[0] != batch.rows:  # one row for all: a number a column
                 value = value.expand(batch.rows, *value.shape[1:])
@@ -203,14 +223,28 @@ class Packed:
             keys.append(columns.expand(batch.rows, -1))
         return keys
 
+    def _key_inputs(self) -> list[int]:
+        if self._flat_tokens is None:
+            flat = self.analysis.flat("segments")
+            self._flat_tokens = [k[1] for k in flat.inputs if k[0] == "token"]
+        return self._flat_tokens
+
+    def make_plan(self, batch: Batch, layout: str) -> Plan:
+        """A plan of this batch that nobody else sees."""
+        return make_plan(
+            batch.mask, self._keys(batch) if layout != "varlen" else (), layout=layout,
+            min_sharing=self.options.min_sharing, flags=batch.flags,
+            reads=[r for s, r in batch.reads.items() if s != "L"],
+        )  # fmt: skip
+
     def _plan(self, batch: Batch, layout: str) -> Plan:
         if self._embeddings_need_gradients(batch):
             layout = "varlen"  # a shared token would give all its gradient to one of its rows
-        keys = self._keys(batch) if layout != "varlen" else []
         reads = [r for s, r in batch.reads.items() if s != "L"]
         # What the plan is made of, first of all; two graphs may read the same tensors differently.
         padding = self.analysis.padding
-        read = [padding.index if padding else -1, *(self._flat_tokens or () if keys else ())]
+        keys = self._key_inputs() if layout != "varlen" else []
+        read = [padding.index if padding else -1, *keys]
         sources = [batch.args[i] for i in read if i >= 0]
         sources += [batch.args[i.index] for i in self._tokens]
         plan = _plans.get(
@@ -219,10 +253,7 @@ class Packed:
                 layout, self.options.positions, self.options.min_sharing, tuple(reads),
                 padding is None, len(read),
             ),
-            lambda: make_plan(
-                batch.mask, keys, layout=layout, min_sharing=self.options.min_sharing, reads=reads,
-                flags=batch.flags,
-            ),
+            lambda: self.make_plan(batch, layout),
         )  # fmt: skip
         if any(plan.flags):
             raise Fallback("the padding mask has values other than 0 and 1")
@@ -253,7 +284,13 @@ class Packed:
 
     # -- running -----------------------------------------------------------------------------------
 
-    def call(self, batch: Batch, plan: Plan, flat: FlatGraph) -> tuple[Tensor, ...]:
+    def execute(self, batch: Batch, plan: Plan, flat: FlatGraph, parts: list[Plan] | None) -> tuple[Any, ...]:
+        """The captured graph's outputs in their padded shapes, by one flat forward or several."""
+        if parts is None:
+            return self._outputs(batch, plan, flat, self._call(batch, plan, flat))
+        return self._run_parts(batch, parts, flat)
+
+    def _call(self, batch: Batch, plan: Plan, flat: FlatGraph) -> tuple[Tensor, ...]:
         compiled = compile_flat(flat, self.options.inner)
         results = compiled(*self.arguments(batch, plan, flat))
         self.record.compiles[f"flat ({flat.kernel})"] = compiled.compiles
@@ -305,15 +342,16 @@ class Packed:
 
     # -- the cap -----------------------------------------------------------------------------------
 
-    def _parts(self, batch: Batch, plan: Plan) -> list[Plan] | None:
+    def _parts(self, batch: Batch, plan: Plan, flat: FlatGraph) -> list[Plan] | None:
         """Plans of several flat forwards where one would exceed the token cap."""
-        cap = self.options.max_tokens
-        if self.options.mini_batch_rows is not None:
-            cap = self.options.mini_batch_rows * batch.columns
+        cap, what = token_cap(self.options, batch.columns)
+        limit = kernels.most_tokens(flat.kernel, self.analysis.attention)
+        if limit is not None and (cap is None or limit < cap):
+            cap, what = limit, f"what the {flat.kernel} kernel can index"
         if cap is None or plan.run_tokens <= cap:
             return None
         if plan.longest > cap:
-            raise Fallback(f"a row of {plan.longest} tokens exceeds the cap of {cap} tokens")
+            raise Fallback(f"a row of {plan.longest} tokens exceeds the cap of {cap} tokens ({what})")
         sizes, added = torch.stack((batch.mask.sum(1)[plan.order], plan.added)).tolist()
         bins: list[list[int]] = []
         total = cap + 1
@@ -326,24 +364,24 @@ class Packed:
         parts = []
         for places in bins:
             rows = plan.order[torch.tensor(places, device=plan.order.device)].sort().values
-            part = self._rows(batch, rows)
+            part = self.part(batch, rows)
             parts.append(self._plan(part, plan.layout))
             parts[-1].remember("rows", lambda rows=rows: rows)
         return parts
 
-    def _rows(self, batch: Batch, rows: Tensor) -> Batch:
+    def part(self, batch: Batch, rows: Tensor) -> Batch:
+        """Some rows of a batch, by their numbers."""
         args = list(batch.args)
         for item in self._tokens:
             args[item.index] = args[item.index][rows]
         return Batch(args, len(rows), batch.columns, batch.mask[rows], [], batch.reads)
 
-    def _run_parts(self, batch: Batch, parts: list[Plan]) -> tuple[Any, ...]:
+    def _run_parts(self, batch: Batch, parts: list[Plan], flat: FlatGraph) -> tuple[Any, ...]:
         pieces, orders = [], []
         for plan in parts:
             rows = plan.remember("rows", lambda: None)
-            part = self._rows(batch, rows)
-            flat = self._flat(plan, part)
-            pieces.append(self._outputs(part, plan, flat, self.call(part, plan, flat)))
+            part = self.part(batch, rows)
+            pieces.append(self._outputs(part, plan, flat, self._call(part, plan, flat)))
             orders.append(rows)
         inverse = torch.cat(orders).argsort()
         joined = []
@@ -360,30 +398,55 @@ class Packed:
 
     # -- the first time ----------------------------------------------------------------------------
 
-    def _verified(
-        self, batch: Batch, plan: Plan, flat: FlatGraph, outputs: tuple[Any, ...], mode: tuple
-    ) -> tuple[Any, ...]:
-        parameters = self._parameters(batch.args)
-        if self.options.verify == "never":
-            return outputs
-        if self.options.verify == "first" and self.verdicts.passed(parameters, mode):
-            return outputs
-        result = verify.check(self, batch, plan, flat, outputs, mode[1])
-        self.record.verifications.append(result)
-        if result.passed:
-            self.verdicts.set(parameters, mode, True)
-            return outputs
-        if result.max_error is None:  # this batch proves nothing
-            return outputs
-        self.verdicts.set(parameters, mode, False)
-        report.warn_once(
-            f"{id(self)} {mode} wrong",
-            f"{self.record.name}: the {plan.layout} layout differs from the captured graph by "
-            f"{result.max_error:.3g}, allowed {result.tolerance:.3g} ({result.why}); it is switched off "
-            "for these parameters and the batch runs as captured. fx_packing.report() has the details; "
-            'options={"layout": "padded"} silences this.',
+    def _check(
+        self,
+        batch: Batch,
+        plan: Plan,
+        flat: FlatGraph,
+        parts: list[Plan] | None,
+        outputs: tuple[Any, ...] | None,
+        verdict: Verdict,
+    ) -> None:
+        """Raises `Fallback` where the packed result is wrong, now and from now on."""
+        name, extent = self.record.title, _extent(plan)
+        try:
+            outcome = verify.check(
+                self, batch, plan, flat, parts=parts, outputs=outputs, training=outputs is None
+            )
+        except torch.OutOfMemoryError as error:
+            error.__traceback__ = None
+            verdict.left_open()
+            why = "out of memory during the check"
+            self.record.verifications.append(
+                report.Verification(plan.layout, None, None, outputs is None, False, why)
+            )
+            report.warn_once(f"{id(self)} memory", f"{name}: {why}, which is left for a later batch")
+            return
+        self.record.verifications += outcome.records
+        if outcome.note is not None:
+            report.warn_once(f"{self.record.model} padding", f"{name}: {outcome.note}.")
+        wrong = outcome.wrong
+        if wrong is None:
+            verdict.passed(extent) if outcome.passed else verdict.left_open()
+            return
+        what = "gradients" if wrong.gradients else "results"
+        why = (
+            f"the {what} of layout {plan.layout} differ from those of the captured graph by "
+            f"{wrong.max_error:.3g}, allowed {wrong.tolerance:.3g} ({wrong.why})"
         )
-        raise Fallback(f"the check of layout {plan.layout} failed: {result.why}")
+        verdict.failed(extent, why, small=outcome.small)
+        end = "for good" if verdict.off else "from these lengths on"
+        report.warn_once(
+            f"{id(self)} {plan.layout} {what} wrong",
+            f"{name}: {why}. For these parameters it runs as captured {end}, this batch included. Please "
+            'report it with fx_packing.report(); options={"layout": "padded"} or enabled=False switches '
+            "packing off.",
+        )
+        raise Fallback(f"a check failed: {why}")
+
+
+def _extent(plan: Plan) -> Extent:
+    return Extent(plan.run_tokens, plan.longest, plan.rows)
 
 
 def _gather(batch: Batch, plan: Plan, value: Tensor) -> Tensor:
@@ -490,16 +553,3 @@ class AsCaptured:
         self.record.ran(report.Run("padded", shape[0], tokens, None, tokens, self.reason))
         compat.count("ran_padded")
         return result
-
-
-def guards(analysis: Analysis, options: Options) -> list[str]:
-    """What holds a packed run back, in words."""
-    found = ["fx_packing.switch.ENABLED is True"]
-    if options.max_tokens is not None:
-        found.append(f"tokens of one flat forward <= {options.max_tokens}")
-    if options.mini_batch_rows is not None:
-        found.append(f"tokens of one flat forward <= {options.mini_batch_rows} * L")
-    for node, value in analysis.roles.pinned.items():
-        source = analysis.capture.by_node[analysis.capture.resolve(node.args[0])].source
-        found.append(f"{source} == {value}")
-    return found

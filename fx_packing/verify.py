@@ -1,129 +1,436 @@
 """The check of a rewritten graph at its first execution, against the captured graph.
 
-The reference is the captured graph itself with its own attention and masks: each row alone, its real
-tokens only, positions from 0 (``positions="row"``), or the captured batch (``"captured"``). How much
-the two may differ is measured, not assumed: by the noise between two evaluations of the reference that
-differ only in padding, and by a negative control, the same flat graph with the boundaries between rows
-removed, which has to fail clearly before a pass counts.
+The reference is the captured graph itself with its own attention and masks, run operation by operation
+on each row's real tokens with positions from 0 (``positions="row"``), or on the captured rows as they
+are (``"captured"``). It is evaluated twice, in ways that have to agree:
+
+    all rows        in batches, padded on the right      values, in training all gradients
+    a few rows      each alone                           the same
+
+How much the packed result may differ is measured, not assumed: by the noise between the two, and by a
+negative control, the same flat graph with the boundaries between rows removed, which has to fail
+clearly before a pass counts.
 """
 
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, field
+from math import inf, isfinite
 from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
 
+from .errors import dotted
 from .forest import Plan
+from .gradients import Leaves, own_autocast_cache, size
 from .passes.evaluate import evaluate
-from .passes.flatten import FlatGraph
+from .passes.flatten import FlatGraph, output_nodes
 from .report import Verification
 
 if TYPE_CHECKING:
     from .runtime import Batch, Packed
 
-_ROWS = 8  # rows that one check looks at
+_ALONE = 4  # rows that are evaluated alone
 _NOISE = 8.0  # how many times the measured noise is allowed
 _CONTROL = 4.0  # how many times the tolerance the negative control has to miss by
+_CHUNK = 1 << 24  # elements compared at a time
 
 
-class Verdicts:
-    """Per parameters and mode (layout, gradient mode): passed, failed, or nothing yet."""
+@dataclass
+class Outcome:
+    """What one check found: a record for the values, in training one for the gradients. `small`:
+    whether a mismatch is far smaller than that of wrong boundaries. `note`: a difference between the
+    captured batch and its rows that the user should know of."""
 
-    def __init__(self) -> None:
-        self._known: dict[tuple, bool] = {}
+    records: list[Verification] = field(default_factory=list)
+    small: bool = False
+    note: str | None = None
 
-    def set(self, parameters: int, mode: tuple, passed: bool) -> None:
-        """Record a verdict."""
-        self._known[parameters, mode] = passed
+    @property
+    def passed(self) -> bool:
+        """Everything compared was right, and the batch would have shown it if it were not."""
+        return all(r.passed for r in self.records)
 
-    def passed(self, parameters: int, mode: tuple) -> bool:
-        """Whether these parameters were checked and found right."""
-        return self._known.get((parameters, mode)) is True
-
-    def failed(self, parameters: int, mode: tuple) -> bool:
-        """Whether these parameters were checked and found wrong."""
-        return self._known.get((parameters, mode)) is False
-
-    def clear(self) -> None:
-        """Forget everything."""
-        self._known.clear()
+    @property
+    def wrong(self) -> Verification | None:
+        """The record of a mismatch, if any."""
+        return next((r for r in self.records if not r.passed and r.max_error is not None), None)
 
 
-@torch.no_grad()
 def check(
     packed: Packed,
     batch: Batch,
     plan: Plan,
     flat: FlatGraph,
-    outputs: tuple[Any, ...],
+    *,
+    parts: list[Plan] | None = None,
+    outputs: tuple[Any, ...] | None = None,
     training: bool,
-) -> Verification:
-    """Compare the outputs of one execution. `max_error` is None where the batch proves nothing.
+) -> Outcome:
+    """Compare one batch. `outputs` are those of its run; without them it is run here, in the `parts`
+    that the token cap allows, on leaves of its own: the way in `training`, where gradients are
+    compared too. Dropout is off in all of it.
 
-    `training` is the gradient mode of that execution: the flat graph is run again in it, since in
-    the other one it would have to be compiled once more.
+    Changes nothing of the caller's: no ``.grad``, no random state, no autocast cache. Raises what
+    the captured or the flat graph raise.
     """
+    with torch.set_grad_enabled(training):
+        return _Check(packed, batch, plan, flat, training).run(parts, outputs)
 
-    def result(passed: bool, why: str, error: float | None = None, allowed: float | None = None):
-        return Verification(plan.layout, error, allowed, False, passed, why)
 
-    if _has_dropout(packed):
-        flat = packed.analysis.flat(flat.kernel, dropout=False)
-        outputs = packed._outputs(batch, plan, flat, _run(packed, batch, plan, flat, training))
-    wanted = [
-        j
-        for j, o in enumerate(flat.outputs)
-        if o.kind in ("padded", "merged") and outputs[j].is_floating_point()
-    ]
-    lengths = batch.mask.sum(1).tolist()
-    filled = [r for r in plan.order.tolist() if lengths[r]]
-    if not filled or not wanted:
-        return result(False, "no row with real tokens, or no output to compare")
-    rows = _spread(filled, lengths)
-    error, noise, scale, finite = 0.0, 0.0, 0.0, True
-    references: dict[int, list[Tensor]] = {}
-    whole = _captured_batch(packed, batch, wanted) if packed.options.positions == "captured" else None
-    for row in rows:
-        reference = [v[row] for v in whole] if whole else _row(packed, batch, row, wanted, 0)
-        again = reference if whole else _row(packed, batch, row, wanted, 7 + lengths[row] // 3)
-        references[row] = reference
-        for j, clean, padded in zip(wanted, reference, again, strict=True):
-            clean, padded = (_read_columns(packed, batch, row, flat, j, v, whole) for v in (clean, padded))
-            got = _packed_row(batch, row, flat, j, outputs)
-            if not got.numel() or not bool(clean.isfinite().all()):
+class _Check:
+    def __init__(self, packed: Packed, batch: Batch, plan: Plan, flat: FlatGraph, training: bool) -> None:
+        self.packed, self.plan, self.training = packed, plan, training
+        self.dropout = _has_dropout(packed)
+        self.flat = packed.analysis.flat(flat.kernel, dropout=False) if self.dropout else flat
+        self.leaves = Leaves(batch.args if training else [])
+        self.batch = dataclasses.replace(batch, args=self.leaves.args) if training else batch
+        self.reference = _Reference(packed, self.batch)
+        self.rows = [r for r in plan.order.tolist() if self.reference.lengths[r]]
+        self.few = _few(self.rows, self.reference.lengths, plan)
+        self.wanted: list[int] = []
+        self.error = self.noise = self.scale = self.control = self.allowed = 0.0
+        self.compared: set[int] = set()
+
+    def run(self, parts: list[Plan] | None, outputs: tuple[Any, ...] | None) -> Outcome:
+        if outputs is None or self.dropout:
+            outputs = self.packed.execute(self.batch, self.plan, self.flat, parts)
+        self.wanted = [
+            j
+            for j, o in enumerate(self.flat.outputs)
+            if o.kind in ("padded", "merged") and outputs[j].is_floating_point()
+        ]
+        if not self.rows or not self.wanted:
+            return self._open("no row with real tokens, or no output to compare")
+        self.reference.outputs = [(self.flat.outputs[j], j) for j in self.wanted]
+        probe = _Probe(self.reference, [outputs[j] for j in self.wanted]) if self.leaves.places else None
+        sketches: dict[str, dict[int, Tensor]] = {n: {} for n in ("packed", "rest", "few", "alone")}
+        if probe is not None:
+            self._backward(probe.packed(outputs), sketches["packed"])
+        outputs = tuple(o.detach() if isinstance(o, Tensor) else o for o in outputs)
+
+        alone: dict[int, list[Tensor]] = {}
+        for row in self.few:
+            entries = self._evaluated([row], probe, sketches["alone"])
+            if _finite(entries):
+                alone[row] = entries
+        if not alone:
+            return self._open("the captured graph itself is not finite on the real tokens of its rows")
+        for rows in _chunks(self.rows, self.few, self.reference.lengths, self.plan):
+            entries = self._evaluated(rows, probe, sketches["few" if rows == self.few else "rest"])
+            self._compare(rows, entries, outputs, alone)
+        for row, entries in alone.items():
+            self._compare([row], entries, outputs, {})
+        if self.scale == 0.0 and self.error == 0.0:
+            return self._open("no token whose result is read")
+        # Results of a few units in the last place of the largest one are always allowed: the measured
+        # noise can be zero where both evaluations of the reference happen to run the same kernels.
+        dtype = outputs[self.wanted[0]].dtype
+        self.allowed = max(_NOISE * self.noise, _units(dtype) * self.scale)
+        outcome = Outcome([self._values(alone)], note=self._note(alone))
+        if probe is not None and not outcome.wrong:
+            record = _compare_gradients(self.packed, self.leaves.places, sketches, dtype)
+            outcome.records.append(dataclasses.replace(record, layout=self.plan.layout))
+        outcome.small = bool(outcome.wrong) and self.error * _CONTROL < self.control
+        return outcome
+
+    def _evaluated(self, rows: list[int], probe: _Probe | None, into: dict[int, Tensor]) -> list[Tensor]:
+        """The read real entries of `rows` in each wanted output of the reference; the sketches of the
+        gradients of these rows are added to `into`."""
+        if len(rows) == 1 or not self.reference.by_row:
+            with own_autocast_cache():
+                values = self.reference.values(rows)
+                entries = [self.reference.entries(rows, i, v.detach()) for i, v in enumerate(values)]
+                # Padding can break the numbers of rows that are not broken by themselves.
+                if len(rows) == 1 or _finite(entries):
+                    if probe is not None:
+                        self._backward(probe.reference(rows, values), into)
+                    return entries
+        parts = [self._evaluated([row], probe, into) for row in rows]
+        return [torch.cat(p) for p in zip(*parts, strict=True)]
+
+    def _backward(self, loss: Tensor, into: dict[int, Tensor]) -> None:
+        if loss.requires_grad:
+            self.leaves.backward(loss, into)
+
+    def _compare(
+        self,
+        rows: list[int],
+        entries: list[Tensor],
+        outputs: tuple[Any, ...],
+        alone: dict[int, list[Tensor]],
+    ) -> None:
+        """Error of the packed `outputs` at `rows`; noise where a row was also evaluated alone."""
+        counts = [[self.reference.count(row, i) for row in rows] for i in range(len(self.wanted))]
+        split = [e.split(n) for e, n in zip(entries, counts, strict=True)]
+        for at, row in enumerate(rows):
+            clean = [s[at] for s in split]
+            if not _finite(clean):
                 continue
-            finite = finite and bool(got.isfinite().all())
-            error = max(error, _distance(got, clean))
-            if bool(padded.isfinite().all()):
-                noise = max(noise, _distance(padded, clean))
-            scale = max(scale, float(clean.abs().max()))
-    if scale == 0.0:
-        return result(False, "no token whose result is read")
-    dtype = outputs[wanted[0]].dtype
-    # Results of a few units in the last place of the largest one are always allowed: the measured
-    # noise can be zero where both evaluations of the reference happen to run the same kernels.
-    units = 4 if dtype in (torch.float16, torch.bfloat16) else 64
-    floor = units * torch.finfo(dtype).eps * scale
-    allowed = max(_NOISE * noise, floor)
-    if not finite or error > allowed:
-        return result(False, f"compared {len(rows)} rows", error if finite else float("inf"), allowed)
-    if len(filled) < 2:
-        return result(True, "a single row, compared alone", error, allowed)
-    control = 0.0
-    for tampered in _controls(plan, packed):
-        wrong = packed._outputs(batch, tampered, flat, _run(packed, batch, tampered, flat, training))
-        for row in rows:
-            for j, clean in zip(wanted, references[row], strict=True):
-                clean = _read_columns(packed, batch, row, flat, j, clean, whole)
-                got = _packed_row(batch, row, flat, j, wrong)
-                distance = _distance(got, clean)
-                control = max(control, distance if distance == distance else float("inf"))
-        if control > _CONTROL * allowed:
-            return result(True, f"{len(rows)} rows; wrong boundaries: {control:.3g}", error, allowed)
-    return result(False, f"wrong row boundaries change no more than {control:.3g}: proves nothing")
+            self.compared.add(row)
+            for i, want in enumerate(clean):
+                got = self.reference.picked(outputs, [row], i)
+                distance = _distance(got, want)
+                self.error = max(self.error, distance if isfinite(distance) else inf)
+                self.scale = max(self.scale, float(want.abs().max()) if want.numel() else 0.0)
+                if row in alone:
+                    self.noise = max(self.noise, _distance(want, alone[row][i]))
+
+    # -- verdicts ----------------------------------------------------------------------------------
+
+    def _record(
+        self, passed: bool, why: str, error: float | None = None, allowed: float | None = None
+    ) -> Verification:
+        return Verification(self.plan.layout, error, allowed, False, passed, why)
+
+    def _open(self, why: str) -> Outcome:
+        return Outcome([self._record(False, why)])
+
+    def _values(self, alone: dict[int, list[Tensor]]) -> Verification:
+        if len(alone) > 1:
+            self._run_controls(alone)
+        text = f"{len(self.compared)} of {len(self.rows)} rows"
+        if not self.error <= self.allowed:
+            return self._record(False, f"compared {text}", self.error, self.allowed)
+        if len(self.rows) < 2:
+            return self._record(True, "a single row", self.error, self.allowed)
+        if self.control > _CONTROL * self.allowed:
+            why = f"{text}; wrong boundaries: {self.control:.3g}"
+            return self._record(True, why, self.error, self.allowed)
+        return self._record(
+            False, f"wrong row boundaries change no more than {self.control:.3g}: proves nothing"
+        )
+
+    def _run_controls(self, alone: dict[int, list[Tensor]]) -> None:
+        """Negative controls on the rows evaluated alone, until one misses clearly."""
+        rows = list(alone)
+        part = self.packed.part(self.batch, torch.tensor(rows, device=self.batch.mask.device))
+        plan = self.packed.make_plan(part, self.plan.layout)
+        for tampered in _controls(plan, self.packed):
+            wrong = self.packed.execute(part, tampered, self.flat, None)
+            for at, row in enumerate(rows):
+                for i, want in enumerate(alone[row]):
+                    got = self.reference.picked(wrong, [row], i, at=at)
+                    distance = _distance(got.detach(), want)
+                    self.control = max(self.control, distance if isfinite(distance) else inf)
+            if self.control > _CONTROL * self.allowed:
+                return
+
+    def _note(self, alone: dict[int, list[Tensor]]) -> str | None:
+        """Whether the captured batch gives other numbers than its rows do, and by how much."""
+        if self.reference.captured or self.packed.analysis.padding is None or self.packed.noted:
+            return None
+        self.packed.noted = True
+        rows = list(alone)[:2]
+        padded = _Reference(self.packed, self.batch, captured=True)
+        padded.outputs = self.reference.outputs
+        with torch.no_grad(), own_autocast_cache():
+            values = padded.values(rows)
+        worst = 0.0
+        for i, value in enumerate(values):
+            distance = _distance(padded.entries(rows, i, value), torch.cat([alone[r][i] for r in rows]))
+            worst = max(worst, distance if isfinite(distance) else inf)
+        if worst <= self.allowed:
+            return None
+        return (
+            f"on this padded batch the captured graph differs from its rows alone by {worst:.3g} (rounding "
+            f"explains {self.allowed:.3g}): padding moves its numbers. Packed runs follow the rows alone "
+            '(positions="row"), fallbacks the padded batch; options={"positions": "captured"} follows the '
+            "padded batch throughout"
+        )
+
+
+class _Reference:
+    """The captured graph on some rows of a batch: compacted, padded on the right to the longest of
+    them, or (`captured`) as they are."""
+
+    def __init__(self, packed: Packed, batch: Batch, captured: bool | None = None) -> None:
+        self.packed, self.batch = packed, batch
+        self.captured = packed.options.positions == "captured" if captured is None else captured
+        self.lengths: list[int] = batch.mask.sum(1).tolist()
+        self.place = (batch.mask.cumsum(1) - 1).clamp_min(0)
+        self.outputs: list[tuple[Any, int]] = []  # (how it is laid out, its index)
+        # Slices along the sequence: each row's read columns are where its own real tokens lie, which
+        # a gather can take from the compacted rows if the slice is of [B, L, ...].
+        roles = packed.analysis.roles
+        bases = [(packed.capture.resolve(n.args[0]), dim) for n, (dim, _) in roles.slices.items()]
+        rows = ("B",) if "B" in roles.primes else ()
+        self.gathers = not self.captured and all(
+            dim == 1 and roles.shape(base)[0].symbols == rows for base, dim in bases
+        )
+        # An input with a number a column, the same for all rows: compacted, each row has its own.
+        inputs = [i for i in packed.capture.inputs if i.kind == "user" and i.shape]
+        shapes = [{s for d in roles.shape(i.node) for s in d.symbols} for i in inputs]
+        self.by_row = not self.captured and any("L" in s and "B" not in s for s in shapes)
+
+    def columns(self, i: int) -> tuple[int, int]:
+        """The columns that wanted output i has."""
+        return self.batch.reads[self.outputs[i][0].symbol]
+
+    def count(self, row: int, i: int) -> int:
+        """How many of its columns are real in `row`."""
+        low, high = self.columns(i)
+        return int(self._real[row, high] - self._real[row, low])
+
+    @property
+    def _real(self) -> Tensor:
+        if not hasattr(self, "_counts"):
+            self._counts = torch.nn.functional.pad(self.batch.mask.cumsum(1), (1, 0)).cpu()
+        return self._counts
+
+    def values(self, rows: list[int]) -> list[Tensor]:
+        """``[n, columns, ...]`` of each wanted output."""
+        packed, batch = self.packed, self.batch
+        capture, roles, padding = packed.capture, packed.analysis.roles, packed.analysis.padding
+        index = torch.tensor(rows, device=batch.mask.device)
+        longest = batch.columns if self.captured else max(self.lengths[r] for r in rows)
+        columns = None if self.captured else _compacted(batch.mask[index], longest)
+        feeds: dict[Any, Any] = {}
+        for item in capture.inputs:
+            if item.kind == "size":
+                continue
+            value = batch.args[item.index]
+            if item.kind == "user" and item.shape:
+                symbols = {s for d in roles.shape(item.node) for s in d.symbols}
+                if "B" in symbols and value.shape[0] == batch.rows:
+                    value = value[index]
+                if "L" in symbols and columns is not None:
+                    value = _take_columns(value, columns)
+            if padding is not None and item.index == padding.index and columns is not None:
+                sizes = batch.mask[index].sum(1, keepdim=True)
+                value = (torch.arange(longest, device=index.device) < sizes).to(value.dtype)
+            feeds[item.node] = value
+        sizes = {"B": len(rows), "L": longest}
+        if self.captured:
+            sizes |= {s: high - low for s, (low, high) in batch.reads.items()}
+        leaves = output_nodes(capture)
+        nodes = [leaves[j] for _, j in self.outputs]
+        found = evaluate(
+            capture, roles, nodes, sizes, feeds, whole=not self.captured,
+            take=self._taker(index) if self.gathers else None, literal=_no_dropout, state=True,
+        )  # fmt: skip
+        values = [found[n] for n in nodes]
+        return [
+            v.unflatten(0, (len(rows), -1)) if o.kind == "merged" else v
+            for v, (o, _) in zip(values, self.outputs, strict=True)
+        ]
+
+    def _taker(self, index: Tensor) -> Any:
+        reads = self.batch.reads
+
+        def take(value: Tensor, dim: int, cut: Any) -> Tensor:
+            low, high = reads[cut.symbol]
+            if cut.parent == "L":
+                return _take_columns(value, self.place[index, low:high])
+            return value.narrow(dim, low - reads[cut.parent][0], high - low)
+
+        return take
+
+    def entries(self, rows: list[int], i: int, value: Tensor) -> Tensor:
+        """Of `value`, output i of `rows`, the entries at real columns, ``[N, ...]``, row by row."""
+        index = torch.tensor(rows, device=self.batch.mask.device)
+        low, high = self.columns(i)
+        real = self.batch.mask[index, low:high]
+        if self._in_place(i):
+            return value[real]
+        which = torch.arange(len(rows), device=index.device)[:, None].expand_as(real)[real]
+        return value[which, self.place[index, low:high][real]]
+
+    def weights(self, rows: list[int], i: int, value: Tensor, tokens: Tensor) -> Tensor:
+        """``[B, L]`` weights of tokens, 0 where there is none, as those of the entries of `value`."""
+        index = torch.tensor(rows, device=self.batch.mask.device)
+        low, high = self.columns(i)
+        found = tokens[index, low:high]
+        if self._in_place(i):
+            return found
+        moved = found.new_zeros(value.shape[:2])
+        return moved.scatter_add_(1, self.place[index, low:high], found)
+
+    def picked(self, outputs: tuple[Any, ...], rows: list[int], i: int, at: int | None = None) -> Tensor:
+        """The same entries of the packed outputs, in which one row is number `at` if that is given."""
+        output, j = self.outputs[i]
+        low, high = self.columns(i)
+        value = outputs[j]
+        value = value.unflatten(0, (-1, high - low)) if output.kind == "merged" else value
+        index = torch.tensor(rows, device=self.batch.mask.device)
+        return value[index if at is None else slice(at, at + 1)][self.batch.mask[index, low:high]]
+
+    def _in_place(self, i: int) -> bool:
+        return self.captured or (self.gathers and self.outputs[i][0].symbol != "L")
+
+
+class _Probe:
+    """A scalar made of the outputs at their real columns with random signs, the same for the packed
+    outputs and for the reference, whichever rows it is of: ``sum(a[b, l] * (out[b, l] @ s))``."""
+
+    def __init__(self, reference: _Reference, outputs: list[Tensor]) -> None:
+        self._reference, mask = reference, reference.batch.mask
+        generator = torch.Generator(mask.device).manual_seed(0)
+
+        def signs(*shape: int) -> Tensor:
+            drawn = torch.randint(0, 2, shape, device=mask.device, generator=generator)
+            return drawn.float().mul_(2).sub_(1)
+
+        self.tokens = signs(*mask.shape) * mask * float(mask.sum().clamp_min(1)) ** -0.5
+        self.signs = []
+        for value, (output, _) in zip(outputs, reference.outputs, strict=True):
+            tail = value.shape[2 if output.kind == "padded" else 1 :]
+            self.signs.append(signs(tail.numel()).to(value.dtype))
+
+    def packed(self, outputs: tuple[Any, ...]) -> Tensor:
+        """The scalar of the packed outputs."""
+        total = []
+        for i, (_, j) in enumerate(self._reference.outputs):
+            low, high = self._reference.columns(i)
+            value = outputs[j].reshape(len(self.tokens), high - low, -1)
+            total.append(self._of(i, value, self.tokens[:, low:high]))
+        return torch.stack(total).sum()
+
+    def reference(self, rows: list[int], values: Sequence[Tensor]) -> Tensor:
+        """The same scalar of some rows of the reference; over all rows it adds up to the batch's."""
+        total = []
+        for i, value in enumerate(values):
+            weights = self._reference.weights(rows, i, value, self.tokens)
+            total.append(self._of(i, value.reshape(*value.shape[:2], -1), weights))
+        return torch.stack(total).sum()
+
+    def _of(self, i: int, value: Tensor, weights: Tensor) -> Tensor:
+        wide = torch.promote_types(value.dtype, torch.float32)
+        return ((value @ self.signs[i]).to(wide) * weights.to(wide)).sum().double()
+
+
+def _compare_gradients(
+    packed: Packed, places: list[int], sketches: dict[str, dict[int, Tensor]], dtype: torch.dtype
+) -> Verification:
+    """Each tensor's gradient by itself: its error against its own noise, or the middle one's of all
+    (relative to its size), whichever is larger."""
+    total = {p: _sum(sketches["few"].get(p), sketches["rest"].get(p)) for p in places}
+    norms = {p: size(t) for p, t in total.items()}
+    noises = {}
+    for p in places:
+        few, alone = sketches["few"].get(p), sketches["alone"].get(p)
+        spread = size(_minus(few, alone))
+        noises[p] = spread * max(1.0, norms[p] / size(few)) if size(few) else spread
+    relative = sorted(noises[p] / norms[p] for p in places if norms[p] > 0)
+    if not relative or not all(map(isfinite, relative)):
+        why = "the captured graph's own gradients are zero or not finite: proves nothing"
+        return Verification("", None, None, True, False, why)
+    middle, top = relative[len(relative) // 2], max(norms.values())
+    worst = (-1.0, places[0], 0.0, 0.0)
+    for p in places:
+        error = size(_minus(sketches["packed"].get(p), total[p]))
+        error = error if isfinite(error) else inf
+        # A gradient that is zero but for rounding (a bias of keys, say) is as exact as the largest is.
+        floor = _units(dtype) * norms[p] + _units(torch.float32) * top
+        allowed = max(_NOISE * noises[p], _NOISE * middle * norms[p], floor)
+        base = norms[p] or top
+        worst = max(worst, (error / allowed, p, error / base, allowed / base))
+    ratio, place, error, allowed = worst
+    why = f"{len(places)} tensors, nearest its tolerance: {dotted(packed.capture.inputs[place].source)}"
+    return Verification("", error, allowed, True, ratio <= 1, why)
 
 
 def _controls(plan: Plan, packed: Packed) -> Iterator[Plan]:
@@ -143,55 +450,45 @@ def _controls(plan: Plan, packed: Packed) -> Iterator[Plan]:
     yield dataclasses.replace(plan, end=cut, starts=starts, longest=piece, _memo={})
 
 
-def _run(
-    packed: Packed, batch: Batch, plan: Plan, flat: FlatGraph, training: bool
-) -> tuple[Tensor, ...]:
-    with torch.set_grad_enabled(training):
-        results = packed.call(batch, plan, flat)
-    return tuple(r.detach() for r in results)
+def _few(rows: list[int], lengths: list[int], plan: Plan) -> list[int]:
+    """At most `_ALONE` of `rows` (as stored, siblings side by side): the two neighbours that share
+    most (where nothing is shared, the first two), the longest, and the last."""
+    if len(rows) <= 2:
+        return list(rows)
+    added = dict(zip(plan.order.tolist(), plan.added.tolist(), strict=True))
+    best = max(range(1, len(rows)), key=lambda i: (lengths[rows[i]] - added[rows[i]], -i))
+    chosen = [rows[best - 1], rows[best], max(rows, key=lambda r: lengths[r]), rows[-1]]
+    return list(dict.fromkeys(chosen))[:_ALONE]
 
 
-def _row(packed: Packed, batch: Batch, row: int, wanted: list[int], extra: int) -> list[Tensor]:
-    """The captured graph on one row's real tokens, with `extra` padding columns after them."""
-    capture, roles = packed.capture, packed.analysis.roles
-    columns = batch.mask[row].nonzero().squeeze(1)
-    length = len(columns)
-    columns = torch.cat([columns, columns.new_zeros(extra)])
-    padding = packed.analysis.padding
-    feeds: dict[Any, Any] = {}
-    for item in capture.inputs:
-        value = batch.args[item.index]
-        if item.kind == "user" and "L" in str(item.shape and roles.shape(item.node)):
-            value = value[:1] if value.shape[0] != batch.rows else value[row : row + 1]
-            value = value[:, columns]
-        if padding is not None and item.index == padding.index:
-            value = torch.zeros_like(value)
-            value[:, :length] = 1
-        if item.kind != "size":
-            feeds[item.node] = value
-    sizes = {"B": 1, "L": length + extra}
-    return _values(packed, wanted, sizes, feeds, whole=True)
+def _chunks(rows: list[int], few: list[int], lengths: list[int], plan: Plan) -> Iterator[list[int]]:
+    """All rows, in batches of about a quarter of the stored tokens; first those run alone."""
+    yield few
+    most = max(plan.longest, plan.run_tokens // 4)
+    chunk: list[int] = []
+    # Rows of like length need little padding.
+    for row in sorted(set(rows) - set(few), key=lambda r: lengths[r]):
+        if chunk and (len(chunk) + 1) * lengths[row] > most:
+            yield chunk
+            chunk = []
+        chunk.append(row)
+    if chunk:
+        yield chunk
 
 
-def _captured_batch(packed: Packed, batch: Batch, wanted: list[int]) -> list[Tensor]:
-    sizes = {"B": batch.rows} | {s: high - low for s, (low, high) in batch.reads.items()}
-    feeds = {i.node: batch.args[i.index] for i in packed.capture.inputs}
-    values = _values(packed, wanted, sizes, feeds, whole=False)
-    return [v if v.shape[0] == batch.rows else v.unflatten(0, (batch.rows, -1)) for v in values]
+def _compacted(mask: Tensor, longest: int) -> Tensor:
+    """``[n, longest]`` columns of the real tokens of each row, column 0 where it has no more."""
+    order = (~mask).to(torch.int8).argsort(dim=1, stable=True)[:, :longest]
+    return order * (torch.arange(longest, device=mask.device) < mask.sum(1, keepdim=True))
 
 
-def _values(
-    packed: Packed, wanted: list[int], sizes: dict[str, int], feeds: dict[Any, Any], whole: bool
-) -> list[Tensor]:
-    from .passes.flatten import _leaves
-
-    leaves = _leaves(packed.capture.output.args[0])
-    nodes = [packed.capture.resolve(leaves[j]) for j in wanted]
-    values = evaluate(
-        packed.capture, packed.analysis.roles, nodes, sizes, feeds, whole=whole, literal=_no_dropout
-    )
-    found = [values[n] for n in nodes]
-    return [v[0] if whole and v.dim() > 1 and v.shape[0] == 1 else v for v in found] if whole else found
+def _take_columns(value: Tensor, columns: Tensor) -> Tensor:
+    """``[n, m, ...]`` from ``[n, L, ...]`` or ``[1, L, ...]`` at ``[n, m]`` columns; one row's
+    ``[m]`` from ``[L]``."""
+    if value.dim() == 1:
+        return value[columns[0]]
+    rows = torch.arange(len(columns), device=columns.device)[:, None]
+    return value[rows if value.shape[0] == len(columns) else torch.zeros_like(rows), columns]
 
 
 def _no_dropout(node: Any, args: Any) -> Any:
@@ -209,34 +506,28 @@ def _has_dropout(packed: Packed) -> bool:
     )
 
 
-def _read_columns(
-    packed: Packed, batch: Batch, row: int, flat: FlatGraph, j: int, value: Tensor, whole: Any
-) -> Tensor:
-    """Of one row's reference, the entries of the real tokens that the output has."""
-    low, high = batch.reads[flat.outputs[j].symbol]
-    real = batch.mask[row, low:high]
-    if whole is not None:
-        return value[real]
-    place = batch.mask[row].cumsum(0) - 1
-    return value[place[low:high][real]]
+def _units(dtype: torch.dtype) -> float:
+    """A few units in the last place of 1."""
+    few = 4 if dtype in (torch.float16, torch.bfloat16) else 64
+    return few * torch.finfo(dtype).eps
 
 
-def _packed_row(batch: Batch, row: int, flat: FlatGraph, j: int, outputs: tuple[Any, ...]) -> Tensor:
-    low, high = batch.reads[flat.outputs[j].symbol]
-    value = outputs[j]
-    if flat.outputs[j].kind == "merged":
-        value = value.unflatten(0, (batch.rows, high - low))
-    return value[row][batch.mask[row, low:high]]
+def _finite(values: list[Tensor]) -> bool:
+    return all(bool(v.isfinite().all()) for v in values)
 
 
-def _spread(filled: list[int], lengths: list[int]) -> list[int]:
-    """At most `_ROWS` rows, evenly spaced as stored, the longest among them."""
-    step = max(1, -(-len(filled) // _ROWS))
-    chosen = filled[::step]
-    longest = max(filled, key=lambda r: lengths[r])
-    return chosen if longest in chosen else [*chosen[: _ROWS - 1], longest]
+def _sum(a: Tensor | None, b: Tensor | None) -> Tensor | None:
+    return b if a is None else a if b is None else a + b
+
+
+def _minus(a: Tensor | None, b: Tensor | None) -> Tensor | None:
+    return _sum(a, None if b is None else -b)
 
 
 def _distance(a: Tensor, b: Tensor) -> float:
+    """The largest difference, in at least float32, a piece at a time; NaN if there is one."""
+    if not a.numel():
+        return 0.0
     wide = torch.promote_types(a.dtype, torch.float32)
-    return float((a.detach().to(wide) - b.to(wide)).abs().max()) if a.numel() else 0.0
+    parts = zip(a.flatten().split(_CHUNK), b.flatten().split(_CHUNK), strict=True)
+    return float(torch.stack([(x.to(wide) - y.to(wide)).abs().max() for x, y in parts]).max())

@@ -53,6 +53,19 @@ def test_sources_tell_parameters_from_what_the_caller_passes():
     assert compat.source_name(None) == "" and not compat.is_module_source(None)
 
 
+def test_model_being_captured():
+    names = []
+
+    def backend(gm, example_inputs):
+        names.append(compat.model_being_captured())
+        return gm
+
+    torch.compile(nn.Linear(3, 3), backend=backend)(torch.ones(2, 3))
+    torch.compile(lambda m, x: m(x) * 2, backend=backend)(nn.ReLU(), torch.ones(2, 3))
+    torch.compile(lambda x: x + 1, backend=backend)(torch.ones(2, 3))
+    assert names == ["Linear", "ReLU", ""] and compat.model_being_captured() == ""
+
+
 def test_size_hint():
     assert compat.size_hint(7) == 7
     gm, _ = captured(lambda x: x * 2, torch.ones(5, 3), dynamic=True)

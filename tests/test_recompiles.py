@@ -115,7 +115,9 @@ def test_twenty_shapes_with_gradients_and_without(family):
     assert sum(g.runs.get("padded", 0) for g in graphs) == 0
     assert {layout for g in graphs for layout in g.runs} == {"varlen", "prefix"}
     assert len(graphs) <= 6  # three a gradient mode
-    assert (len(inner._flats), flat_compiles()) == (1, 2)  # one a gradient mode
+    assert flat_compiles() == 2  # one a gradient mode
+    # torch 2.11 writes no-grad regions down only where gradients are recorded: two texts there.
+    assert len(inner._flats) <= 2
     checks = [v for g in graphs for v in g.verifications]
     assert checks and not any(v.max_error is not None and not v.passed for v in checks)
 
@@ -302,7 +304,8 @@ def test_over_the_cap_the_rows_are_split(layout, cap):
     # A prefix whose rows come apart is stored once a part.
     assert total <= graph.last.run_tokens <= min(int(batch.mask.sum()), most * graph.last.bins)
     assert graph.verifications[-1].passed
-    assert any(str(most) in g or "* L" in g for g in graph.guards)
+    size = "B * L > 40" if "max_tokens" in cap else "B > 1"
+    assert any("token cap" in g and size in g for g in graph.guards)
     assert_right(model, batch, got)
     assert flat_compiles() == 1
 
@@ -335,7 +338,7 @@ def test_a_row_over_the_cap_runs_padded_and_says_so():
     got = score(pack(model, max_tokens=10), batch)
     graph = fx_packing.report().graphs[-1]
     assert graph.rewritten and graph.runs == {"padded": 1}
-    assert graph.last.reason == "a row of 20 tokens exceeds the cap of 10 tokens"
+    assert graph.last.reason == "a row of 20 tokens exceeds the cap of 10 tokens (max_tokens=10)"
     want = model(batch.ids, attention_mask=batch.mask, use_cache=False).logits
     assert float((got - want)[batch.mask.bool()].detach().abs().max()) < 2e-5
 

@@ -50,7 +50,8 @@ def test_report_as_text_and_as_data():
     for _ in range(2):
         packed(input_ids=batch.ids, attention_mask=batch.mask, use_cache=False)
     graph = assert_packed("auto", *batch)
-    assert graph.runs == {"prefix": 2} and len(graph.verifications) == 1
+    assert graph.runs == {"prefix": 2}
+    assert [v.gradients for v in graph.verifications] == [False, True]
     assert graph.last.rows == 7 and graph.last.real_tokens == int(batch.mask.sum())
     assert [(a.heads, a.kv_heads, a.head_dim, a.window) for a in graph.attention] == [(4, 2, 16, 7)] * 2
     assert all(a.scale == 0.25 and a.softcap is None and not a.sinks for a in graph.attention)
@@ -334,7 +335,7 @@ def test_dumps_are_readable(manager, family, tmp_path, monkeypatch):
 @pytest.mark.parametrize("error", (RuntimeError("no such kernel"), torch.OutOfMemoryError("big")))
 def test_a_kernel_that_fails_is_left_once_and_for_all(error, monkeypatch):
     model, batch = decoder(), shared_batch("left")
-    packed = pack(model)
+    packed = pack(model, layout="prefix")
     calls = []
 
     def fails(*_):

@@ -16,6 +16,7 @@ Each kernel is a module with
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from types import ModuleType
 from typing import Any
 
@@ -49,3 +50,17 @@ def choose(requested: str, **facts: Any) -> tuple[str, str]:
             return name, "; ".join(refused) or why
         refused.append(f"not {name}: {reason}")
     raise AssertionError("segments supports every attention")
+
+
+_MOST_ELEMENTS = 2**30  # kernels index with int32, and backwards pad their buffers
+_MOST_BLOCKS = 4096  # a BlockMask has a few int32 tables of blocks x blocks
+
+
+def most_tokens(kernel: str, attention: Sequence[Any]) -> int | None:
+    """How many tokens one call of a kernel can index, for `attention` nodes with ``heads``,
+    ``head_dim`` and ``v_head_dim``; None if any number."""
+    if kernel == "segments":
+        return None
+    widest = max(a.heads * max(a.head_dim, a.v_head_dim) for a in attention)
+    most = _MOST_ELEMENTS // widest
+    return min(most, _MOST_BLOCKS * flex.BLOCK) if kernel == "flex" else most

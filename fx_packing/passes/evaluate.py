@@ -7,7 +7,8 @@ graphs are checked with it.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import ExitStack, contextmanager
 from typing import Any
 
 import torch
@@ -16,7 +17,7 @@ from torch.fx.node import map_arg
 
 from ..capture import Capture
 from .inplace import storages
-from .roles import STATE, Roles, Size, cut_table, map_sizes
+from .roles import STATE, Roles, Size, Slice, cut_table, map_sizes
 
 
 def ancestors(
@@ -64,30 +65,64 @@ def evaluate(
     feeds: dict[Node, Any],
     *,
     whole: bool = False,
+    take: Callable[[Any, int, Slice], Any] | None = None,
     literal: Callable[[Node, Any], Any] | None = None,
+    state: bool = False,
 ) -> dict[Node, Any]:
     """The values of `targets` where the symbols have the given `sizes`.
 
     `feeds` gives the values of some nodes (placeholders, or any node at which to start). With
-    `whole`, slices along the sequence take all of it. `literal` may replace numbers in arguments.
-    Raises whatever an operation raises, and KeyError where an input was not fed.
+    `whole`, slices along the sequence take all of it, or what ``take(tensor, dim, cut)`` gives.
+    `literal` may replace numbers in arguments.
+    With `state`, the graph's own autocast regions hold, and where gradients are recorded its
+    no-grad regions too; both end as they began. Raises whatever an operation raises, and KeyError
+    where an input was not fed.
     """
     sizes = dict(sizes)
     values: dict[Node, Any] = {}
-    nodes = ancestors(capture, roles, targets, feeds, whole=whole)
+    wanted = set(ancestors(capture, roles, targets, feeds, whole=whole))
+    nodes = [n for n in capture.nodes if n in wanted or (state and n.target in STATE)]
     last: dict[Node, Node] = {}
     for node in nodes:
         for operand in capture.operands(node):
             last[operand] = node
-    for node in nodes:
-        if node in feeds:
-            values[node] = feeds[node]
-            continue
-        values[node] = _run(capture, roles, node, values, sizes, whole, literal)
-        for operand in set(capture.operands(node)):
-            if last[operand] is node and operand not in targets:
-                values.pop(operand, None)
+    with _regions() as switch:
+        for node in nodes:
+            if node in feeds:
+                values[node] = feeds[node]
+                continue
+            if state and node.target in STATE:
+                values[node] = switch(node.target, [values.get(a, a) for a in node.args])
+                continue
+            values[node] = _run(capture, roles, node, values, sizes, whole, take, literal)
+            for operand in set(capture.operands(node)):
+                if last[operand] is node and operand not in targets:
+                    values.pop(operand, None)
     return {t: values[t] for t in targets}
+
+
+@contextmanager
+def _regions() -> Iterator[Callable[[Any, list[Any]], Any]]:
+    """A function that runs a node which changes a mode; what it changed is undone at the end."""
+    record = torch.is_grad_enabled()
+    with ExitStack() as undo:
+        undo.callback(torch.set_grad_enabled, record)
+        entered: dict[int, ExitStack] = {}
+
+        def switch(target: Any, args: list[Any]) -> Any:
+            if target is torch._C._set_grad_enabled and record:
+                torch.set_grad_enabled(args[0])
+            elif target is torch.amp.autocast_mode._enter_autocast:
+                device, dtype, enabled, _ = args
+                cached = torch.is_autocast_cache_enabled()
+                region = torch.autocast(device, dtype, enabled, cache_enabled=cached)
+                entered[id(region)] = undo.enter_context(ExitStack())
+                return entered[id(region)].enter_context(region)
+            elif target is torch.amp.autocast_mode._exit_autocast:
+                entered[id(args[0])].close()
+            return None
+
+        yield switch
 
 
 def _run(
@@ -97,6 +132,7 @@ def _run(
     values: dict[Node, Any],
     sizes: dict[str, int],
     whole: bool,
+    take: Callable[[Any, int, Slice], Any] | None,
     literal: Callable[[Node, Any], Any] | None,
 ) -> Any:
     if roles.exact(node, sizes):
@@ -120,9 +156,11 @@ def _run(
     if node in roles.slices:
         dim, cut = roles.slices[node]
         if _takes_all(roles, node, whole):
+            base = value(args[0])
             if cut.symbol != cut.parent:
-                sizes[cut.symbol] = sizes[cut.parent]
-            return cut_table((value(args[0]), args[1]), dim, None)
+                base = take(base, dim, cut) if take is not None else base
+                sizes[cut.symbol] = base.shape[dim]
+            return cut_table((base, args[1]), dim, None)
         result = value(args[0])[value(args[1])]
         line = Size(1, (cut.symbol,))
         out = [d for d, s in enumerate(roles.shape(node)) if s == line]

@@ -288,6 +288,11 @@ def _output(capture: Capture, roles: Roles, layouts: dict[Node, Layout], arg: An
     raise Refused(f"an output of shape [{text}] is neither [B, L, ...] nor [B * L, ...] ({hint})")
 
 
+def output_nodes(capture: Capture) -> list[Any]:
+    """What computes each captured output: a node, or a constant."""
+    return [capture.resolve(leaf) for leaf in _leaves(capture.output.args[0])]
+
+
 def _leaves(args: Any) -> list[Any]:
     return (
         [leaf for a in args for leaf in _leaves(a)] if isinstance(args, (tuple, list)) else [args]
