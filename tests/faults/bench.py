@@ -144,9 +144,9 @@ class Subject:
         if setting.outputs == "hidden":
             self.padded()  # transformers installs its hooks at the first run, which must be plain
         forget_runs()
-        with warnings.catch_warnings():
-            warnings.filterwarnings("error", message="fx_packing")
+        with messages() as told:
             self.healthy = self.run()
+        assert not told, told
         (graph,) = fx_packing.report().graphs
         self.graph = copy.deepcopy(graph)  # of that run alone
 
@@ -323,10 +323,11 @@ def ran() -> list[GraphReport]:
 
 @contextmanager
 def messages() -> Iterator[list[str]]:
-    """What fx_packing warns of inside."""
+    """What fx_packing warns of inside, except that padding moves the numbers of a model."""
     found: list[str] = []
     with warnings.catch_warnings(record=True) as seen:
         warnings.simplefilter("always")
         yield found
     texts = [str(w.message) for w in seen if issubclass(w.category, UserWarning)]
-    found += [text for text in texts if text.startswith("fx_packing")]
+    texts = [text for text in texts if text.startswith("fx_packing")]
+    found += [text for text in texts if "padding moves its numbers" not in text]

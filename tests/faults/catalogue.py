@@ -30,7 +30,7 @@ from bench import COMPLETION, PROMPTS, Setting, Subject, groups, longer
 from torch import Tensor
 from torch.fx import Graph, GraphModule, Node
 
-from fx_packing import passes, runtime
+from fx_packing import passes, runtime, verdicts
 from fx_packing.attention import segments
 from fx_packing.forest import Plan, Read
 from fx_packing.runtime import Packed
@@ -101,6 +101,8 @@ def in_plan(change: Callable[[Plan], dict]) -> Inject:
 
         def make(*args, **kwargs):
             plan = real(*args, **kwargs)
+            if plan.rows < bench.ROWS:  # a few rows, on which the check tries itself
+                return plan
             return dataclasses.replace(plan, **change(plan), _memo={})
 
         patch.setattr(runtime, "make_plan", make)
@@ -415,10 +417,10 @@ fault("the tokens that are read off by one", "way out", tail, in_plan(read_befor
 def rows_of_parts_exchanged(real):
     """Two rows of different parts change places where the parts are joined."""
 
-    def run(self, batch, parts):
+    def run(self, batch, parts, flat):
         first, second = (p.remember("rows", lambda: None)[-1] for p in parts[:2])
         outputs = []
-        for value in real(self, batch, parts):
+        for value in real(self, batch, parts, flat):
             order = torch.arange(len(value))
             order[first], order[second] = second, first
             outputs.append(value[order])
@@ -430,14 +432,14 @@ def rows_of_parts_exchanged(real):
 def rows_of_a_part_in_reverse(real):
     """A part's rows are handed over in reverse, behind the back of its plan."""
 
-    def rows(self, batch, rows):
-        part = real(self, batch, rows)
-        args = list(part.args)
+    def part(self, batch, rows):
+        found = real(self, batch, rows)
+        args = list(found.args)
         for item in self._tokens:
             args[item.index] = args[item.index].flip(0)
-        return dataclasses.replace(part, args=args)
+        return dataclasses.replace(found, args=args)
 
-    return rows
+    return part
 
 
 fault(
@@ -446,7 +448,7 @@ fault(
 )  # fmt: skip
 fault(
     "rows of a part in another order than its plan", "way in", capped,
-    in_function(Packed, "_rows", rows_of_a_part_in_reverse),
+    in_function(Packed, "part", rows_of_a_part_in_reverse),
 )  # fmt: skip
 
 
@@ -858,11 +860,8 @@ def baked(patch: pytest.MonkeyPatch, subject: Subject) -> None:
 
 def baked_and_ids_reused(patch: pytest.MonkeyPatch, subject: Subject) -> None:
     """As `baked`, and the second model's tensors have the addresses that the first one's had."""
-    from fx_packing import verify
-
     baked(patch, subject)
-    for module in (runtime, verify):
-        patch.setattr(module, "id", lambda _: 0, raising=False)
+    patch.setattr(verdicts, "id", lambda _: 0, raising=False)
 
 
 def first_model_before(subject: Subject) -> None:
