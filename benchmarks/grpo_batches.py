@@ -5,7 +5,12 @@
 Three batches at Qwen3-1.7B widths with random weights in bf16. The model's trunk gives hidden states;
 the log-probabilities of the completions follow in tiles, the same code for every row of the table.
 Padded is the trunk under plain Inductor; the packed rows are the same trunk under ``grpo_pack``.
-Times are CUDA events, the best of several; memory is the peak of torch's allocator.
+Times are CUDA events, the best of several, after two runs that do not count (the first captures,
+proves, compiles and checks; its seconds are given apart). Every run gets tensors of its own, so that
+a packed one makes its own plan. Memory is the peak of torch's allocator.
+
+``--ways`` and ``--batches`` choose rows; ``--out`` keeps the rows that it already holds of the same card
+and versions, each with its date.
 """
 
 from __future__ import annotations
@@ -14,6 +19,7 @@ import argparse
 import datetime
 import json
 import platform
+import time
 from pathlib import Path
 
 import torch
@@ -89,9 +95,10 @@ def step(trunk, model, ids, mask, keep, backward):
 
 
 def measure(function, device, repeats):
+    """``ms, GiB``: the best time and the peak memory of a call."""
     if device == "cpu":
         function()
-        return float("nan"), 0.0
+        return float("nan"), float("nan")
     torch.cuda.synchronize()
     torch.cuda.reset_peak_memory_stats()
     times = []
@@ -105,31 +112,63 @@ def measure(function, device, repeats):
     return min(times), torch.cuda.max_memory_allocated() / 2**30
 
 
-def run(name, spec, model, options, repeats, device):
-    ids, mask, keep = build_batch(*spec, model.config.vocab_size, device)
+def compile_trunk(model, options, device):
+    """The trunk of one way, compiled afresh: under plain Inductor if there are no options."""
     torch._dynamo.reset()
     fx_packing.reset()
+    torch.compiler.set_stance("force_eager" if options is None and device == "cpu" else "default")
     if options is None:
-        trunk = torch.compile(model.model, dynamic=False)
-    else:
-        trunk = torch.compile(model.model, backend=grpo_pack, options=options)
-    result = {"batch": name, "options": options, "rows": len(ids), "columns": ids.shape[1]}
-    with torch.no_grad():
-        forward = lambda: step(trunk, model, ids, mask, keep, False)  # noqa: E731
-        forward()
-        logps = forward()
-        result["forward_ms"], _ = measure(forward, device, repeats)
-    both = lambda: step(trunk, model, ids, mask, keep, True)  # noqa: E731
-    both()
-    both()
-    result["both_ms"], result["peak_gib"] = measure(both, device, repeats)
-    if options is not None:
-        graph = fx_packing.report().graphs[-1]
-        assert graph.rewritten and graph.last.layout != "padded", str(fx_packing.report())
-        result |= {"layout": graph.last.layout, "kernel": graph.last.kernel}
-        result |= {"real": graph.last.real_tokens, "run": graph.last.run_tokens}
-        result["verified"] = [v.passed for g in fx_packing.report().graphs for v in g.verifications]
+        return torch.compile(model.model, dynamic=False)
+    return torch.compile(model.model, backend=grpo_pack, options=options)
+
+
+def run(trunk, model, spec, repeats, device):
+    """One row of the table, and the log-probabilities that it found."""
+    ids, mask, keep = build_batch(*spec, model.config.vocab_size, device)
+    shape = len(ids), ids.numel()
+    result = {"rows": len(ids), "columns": ids.shape[1], "real": int(mask.sum())}
+    checked = len(verifications())
+    for key, backward in (("forward", False), ("both", True)):
+        once = lambda: step(trunk, model, ids.clone(), mask.clone(), keep, backward)  # noqa: B023, E731
+        with torch.set_grad_enabled(backward):
+            began = time.perf_counter()
+            logps = once().cpu()  # waits for the GPU
+            result[f"{key}_first_s"] = time.perf_counter() - began
+            once()
+            result[f"{key}_ms"], result["peak_gib"] = measure(once, device, repeats)
+    ran = [g.last for g in fx_packing.report().graphs if g.last]
+    ran = [r for r in ran if (r.rows, r.padded_tokens) == shape]
+    if ran:  # none where the way is padded
+        assert all(r.layout != "padded" for r in ran), str(fx_packing.report())
+        result |= {"ran": ran[-1].layout, "kernel": ran[-1].kernel, "run": ran[-1].run_tokens}
+        result["verified"] = [v.passed for v in verifications()[checked:]]
     return result, logps
+
+
+def verifications():
+    return [v for g in fx_packing.report().graphs for v in g.verifications]
+
+
+def header(device, layers):
+    card = torch.cuda.get_device_name() if device == "cuda" else platform.processor()
+    return {
+        "card": card, "torch": torch.__version__, "transformers": transformers.__version__,
+        "layers": layers, "dtype": "bfloat16",
+    }  # fmt: skip
+
+
+def save(path, head, row):
+    """Add a row to a file, in the place of an older one of the same way and batch."""
+    found = json.loads(path.read_text()) if path.exists() else {}
+    rows = found.get("results", []) if {k: found.get(k) for k in head} == head else []
+    rows = [r for r in rows if (r["batch"], r["way"]) != (row["batch"], row["way"])] + [row]
+    for r in rows:
+        padded = next((p for p in rows if (p["batch"], p["way"]) == (r["batch"], "padded")), None)
+        if padded:
+            for key in ("forward_ms", "both_ms", "peak_gib"):
+                r[f"{key.split('_')[0]}_ratio"] = round(padded[key] / r[key], 2)
+    path.parent.mkdir(parents=True, exist_ok=True)
+    path.write_text(json.dumps(head | {"results": rows}, indent=1) + "\n")
 
 
 def main() -> None:
@@ -137,39 +176,34 @@ def main() -> None:
     parser.add_argument("--layers", type=int, default=14)
     parser.add_argument("--repeats", type=int, default=8)
     parser.add_argument("--batches", default="short,mid,long")
+    parser.add_argument("--ways", default="padded,varlen,prefix")
     parser.add_argument("--out", type=Path)
     parser.add_argument("--toy", action="store_true", help="tiny sizes, to try the script on a CPU")
     args = parser.parse_args()
     device = "cuda" if torch.cuda.is_available() and not args.toy else "cpu"
-    inner = {"inner": "aot_eager"} if device == "cpu" else {}
-    ways = [None, {"layout": "varlen"}, {"layout": "prefix"}]
-    card = torch.cuda.get_device_name() if device == "cuda" else platform.processor()
-    head = {
-        "card": card, "torch": torch.__version__, "transformers": transformers.__version__,
-        "date": datetime.date.today().isoformat(), "layers": args.layers, "dtype": "bfloat16",
-    }  # fmt: skip
+    head = header(device, args.layers)
     print(head, flush=True)
     model = build_model(2 if args.toy else args.layers, args.toy, device)
-    results = []
-    for name in args.batches.split(","):
-        padded = logps = None
-        for way in ways:
-            options = None if way is None else {**way, **inner}
-            if options is None and device == "cpu":
-                torch.compiler.set_stance("force_eager")
-            spec = (TOY if args.toy else BATCHES)[name]
-            result, got = run(name, spec, model, options, args.repeats, device)
-            torch.compiler.set_stance("default")
-            padded, logps = (result, got) if padded is None else (padded, logps)
-            result["max_logp_difference"] = float((got - logps).abs().max())
-            result["mean_logp_difference"] = float((got - logps).abs().mean())
-            for key in ("forward_ms", "both_ms", "peak_gib"):
-                result[f"{key.split('_')[0]}_ratio"] = padded[key] / max(result[key], 1e-9)
-            results.append(result)
+    first: dict[str, tuple[str, torch.Tensor]] = {}  # of each batch: the way measured first, its result
+    for way in args.ways.split(","):
+        options = None if way == "padded" else {"layout": way}
+        if options and device == "cpu":
+            options["inner"] = "aot_eager"
+        trunk = compile_trunk(model, options, device)
+        for batch in args.batches.split(","):
+            result, logps = run(trunk, model, (TOY if args.toy else BATCHES)[batch], args.repeats, device)
+            result = {"batch": batch, "way": way, "date": datetime.date.today().isoformat(), **result}
+            other, reference = first.setdefault(batch, (way, logps))
+            if other != way:
+                difference = (logps - reference).abs()
+                result["logp_difference"] = {
+                    "from": other, "mean": float(difference.mean()), "max": float(difference.max())
+                }  # fmt: skip
             print(json.dumps(result), flush=True)
             if args.out:  # each time: a run that is cut short keeps what it measured
-                args.out.parent.mkdir(parents=True, exist_ok=True)
-                args.out.write_text(json.dumps(head | {"results": results}, indent=1) + "\n")
+                save(args.out, head, result)
+            if device == "cuda":
+                torch.cuda.empty_cache()
 
 
 if __name__ == "__main__":

@@ -16,6 +16,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
+from itertools import islice
 from typing import Any
 
 import torch
@@ -148,68 +149,50 @@ def _plan(
     reads: Sequence[tuple[int, int]],
     flags: Sequence[Tensor],
 ) -> Plan:
+    # A plan costs its launches on a GPU, hardly the work in them. So each step is as few operations
+    # as it can be, and a sorted tensor is searched (`searchsorted`, `cummax`) instead of rebuilt.
     rows, columns = mask.shape
-    depth = torch.arange(columns, device=mask.device)
     row = torch.arange(rows, device=mask.device)
+    depth = torch.arange(-1, columns, device=mask.device)[:, None]  # -1 is that of no token
 
-    # Compact: column[b, d] is where row b holds its d-th real token. (Launches are what a plan
-    # costs on a GPU: arithmetic with a mask takes one where `where` with a number takes three.)
-    unreal = ~mask
-    place = mask.cumsum(1) - 1
-    size = place[:, -1] + 1
-    column = depth.new_zeros(rows, columns + 1)
-    column.scatter_(1, place.masked_fill(unreal, columns), depth.expand(rows, -1))
-    column = column[:, :columns]
+    # Compact: number[b, l] is 1 + the depth of a real token, 0 where there is none; column[d, b] is
+    # where row b holds its token of depth d.
+    count = mask.cumsum(1)
+    number, size = count * mask, count[:, -1]
+    column = depth.new_zeros(columns + 1, rows)
+    column = column.scatter_(0, number.T, depth[1:].expand(-1, rows))[1:]
 
     # Sort the rows; `shared` is the length of the prefix that each has in common with the one
     # before it. It is counted on the tokens themselves, so that no order can make a plan wrong.
-    order, shared = row, torch.zeros_like(size)
     if keys:
         codes = _codes(keys, column, size)
         order = _lexicographic(codes)
-        codes = codes[:, order]
+        codes = codes.index_select(1, order)
         equal = codes[:, 1:] == codes[:, :-1]
-        common = (equal * columns + depth[:, None]).amin(0)
-        torch.minimum(common, size[order][1:], out=shared[1:])
+        common = torch.add(depth[1:], equal, alpha=columns).amin(0)  # the first depth not equal
+        forest = _Forest(order, size, row, depth, common)
+    else:
+        forest = _Forest(row, size, row, depth)
 
-    def slots_of(order: Tensor, shared: Tensor) -> tuple[Tensor, ...]:
-        # [depth, row] in sorted order. Row r stores its tokens from depth `shared` on; a token
-        # above that is owned by the last row <= r that starts no deeper.
-        starts = size.new_zeros(rows + 1)
-        torch.cumsum(size[order] - shared, 0, out=starts[1:])
-        fresh = depth[:, None] >= shared
-        owner = (row * fresh).cummax(1).values
-        slots = (starts[:-1] - shared)[owner] + depth[:, None]
-        inverse = torch.empty_like(order).scatter_(0, order, row)
-        slot = slots[place, inverse[:, None]].masked_fill_(unreal, -1)
-        return starts, fresh, slots, slot
+    def ranks_of(slot: Tensor) -> list[Tensor]:
+        return [_ranks(slot[:, low:high], mask.numel()) for low, high in reads]
 
-    starts, fresh, slots, slot = slots_of(order, shared)
-    marks = [_marks(slot[:, low:high], mask.numel()) for low, high in reads]
-    counts = [starts[-1], size.sum(), size.amax(), *(m.sum() for m in marks)]
-    counts += [mask[:, low:high].sum() for low, high in reads] + [f.long() for f in flags]
-    total, real, longest, *rest = torch.stack(counts).tolist()
-    sizes, flag_values = rest[: len(reads)], rest[2 * len(reads) :]
+    slot = forest.slots(number)
+    ranks = ranks_of(slot)
+    counts = [size, forest.starts[-1:], *(r[-2:-1] for r in ranks)]
+    counts += [mask[:, low:high].sum().view(1) for low, high in reads]
+    numbers = iter(torch.cat([*counts, *(f.view(1) for f in flags)]).tolist())
+    sizes, total = list(islice(numbers, rows)), next(numbers)
+    tokens, apart = (list(islice(numbers, len(reads))) for _ in range(2))
+    real = sum(sizes)
     if layout == "auto":
         layout = "prefix" if total < real and real >= min_sharing * total else "varlen"
         if layout == "varlen" and total < real:
-            order, shared, total, sizes = row, torch.zeros_like(size), real, rest[len(reads) :]
-            starts, fresh, slots, slot = slots_of(order, shared)
-            marks = [_marks(slot[:, low:high], mask.numel()) for low, high in reads]
+            forest, total, tokens = _Forest(row, size, row, depth), real, apart
+            slot = forest.slots(number)
+            ranks = ranks_of(slot)
     length = max(-(-total // block), 2) * block
-
-    # A subtree ends where the next row starts that shares no more than its root's depth.
-    later = (rows - (rows - row) * fresh).flip(1).cummin(1).values.flip(1)[:, 1:]
-    end = torch.full_like(slots, total)
-    end[:, :-1] = starts[later]
-    source = order * columns + column[order].T
-    values = torch.stack((source, depth[:, None].expand_as(source), end)).flatten(1)
-    # What nobody stores lands in one extra cell past the end.
-    unstored = ~fresh | (depth[:, None] >= size[order])
-    index = slots.masked_fill(unstored, length).flatten()
-    stored = depth.new_zeros(3, length + 1)
-    torch.arange(1, length + 2, device=mask.device, out=stored[2])
-    stored.scatter_(1, index.expand(3, -1), values)
+    source, at_depth, end = forest.tokens(total, length, column)
 
     return Plan(
         layout=layout,
@@ -218,75 +201,116 @@ def _plan(
         real_tokens=real,
         run_tokens=total,
         length=length,
-        longest=longest,
-        # Copies: Dynamo traces a view together with its base, whose size it would specialise on.
-        source=stored[0, :length].clone(),
-        depth=stored[1, :length].clone(),
-        end=stored[2, :length].clone(),
+        longest=max(sizes),
+        source=source,
+        depth=at_depth,
+        end=end,
         slot=slot,
-        starts=starts,
-        order=order,
-        added=size[order] - shared,
+        starts=forest.starts,
+        order=forest.order,
+        added=forest.added,
         reads=tuple(
-            _read(slot[:, low:high], mark, count)
-            for (low, high), mark, count in zip(reads, marks, sizes[: len(reads)], strict=True)
+            _read(slot[:, low:high], ranked, how_many)
+            for (low, high), ranked, how_many in zip(reads, ranks, tokens, strict=True)
         ),
-        flags=tuple(flag_values),
+        flags=tuple(numbers),
     )
 
 
-def _marks(slot: Tensor, most: int) -> Tensor:
-    """``[most]`` int64, 1 at the stored tokens that occur in ``slot``."""
-    marks = slot.new_zeros(most + 1)
-    return marks.scatter_(0, torch.where(slot < 0, most, slot).flatten(), 1)[:most]
+class _Forest:
+    """Rows in an order, each storing what it does not share with the one before it.
+
+    ``common`` says how many tokens neighbours have in common (``[B - 1]``; nothing if None).
+    """
+
+    def __init__(
+        self, order: Tensor, size: Tensor, row: Tensor, depth: Tensor, common: Tensor | None = None
+    ) -> None:
+        self.order, self.row, self.depth = order, row, depth
+        size, shared = size[order], torch.zeros_like(size)
+        if common is not None:
+            torch.minimum(common, size[1:], out=shared[1:])
+        self.added = size - shared
+        self.starts = size.new_zeros(len(row) + 1)
+        torch.cumsum(self.added, 0, out=self.starts[1:])
+        self.base = self.starts[:-1] - shared  # where a row's depth 0 would be, were it all there
+        # owner[1 + d, r]: of the rows up to r, the last that starts no deeper than d stores depth d
+        # of row r. At depth -1 that is row 0, whose slot -1 says that there is none.
+        self.owner = (row * (depth >= shared)).cummax(1).values
+
+    def slots(self, number: Tensor) -> Tensor:
+        """``[B, L]``: the stored token of each real position, -1 where there is none."""
+        slots = self.base.take(self.owner) + self.depth
+        inverse = torch.empty_like(self.order).scatter_(0, self.order, self.row)
+        return slots[number, inverse[:, None]]
+
+    def tokens(self, total: int, length: int, column: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        """``source, depth, end`` of each stored token, and of the pads behind them."""
+        columns, rows = column.shape
+        # Tensors of their own: Dynamo would trace a view together with its base.
+        token = torch.arange(length, device=column.device)
+        source, depth, end = torch.zeros_like(token), torch.zeros_like(token), token + 1
+        # A subtree ends where the next row starts that has another owner at that depth.
+        next_row = torch.searchsorted(self.owner[1:], self.row.repeat(columns, 1), right=True)
+        row = torch.searchsorted(self.starts[1:], token[:total], right=True)
+        captured = self.order.take(row)
+        at = torch.sub(token[:total], self.base.take(row), out=depth[:total])
+        torch.take(self.starts, next_row.take(torch.add(row, at, alpha=rows)), out=end[:total])
+        place = column.take(torch.add(captured, at, alpha=rows))
+        torch.add(place, captured, alpha=columns, out=source[:total])
+        return source, depth, end
 
 
-def _read(slot: Tensor, marks: Tensor, tokens: int) -> Read:
-    rank = marks.cumsum(0) - 1
+def _ranks(slot: Tensor, most: int) -> Tensor:
+    """``[most + 1]``: how many stored tokens up to each occur in ``slot``; the last is for -1."""
+    occurs = slot.new_zeros(most + 1).index_fill_(0, slot.flatten(), 1)
+    return occurs.cumsum(0)
+
+
+def _read(slot: Tensor, ranks: Tensor, tokens: int) -> Read:
     # Whole sixteens, at least two of them: sizes that vary little, and none that is specialised.
-    length = max(-(-tokens // 16), 2) * 16
-    index = slot.new_zeros(length + 1)
-    index.scatter_(0, torch.where(marks > 0, rank, length), torch.arange(len(marks), device=slot.device))
-    return Read(index[:length].clone(), torch.where(slot < 0, -1, rank[slot.clamp_min(0)]), tokens)
+    index = slot.new_zeros(max(-(-tokens // 16), 2) * 16)
+    wanted = torch.arange(1, tokens + 1, device=slot.device)
+    torch.searchsorted(ranks[:-1], wanted, out=index[:tokens])
+    ranks[-1] = 0
+    return Read(index, ranks.take(slot) - 1, tokens)
 
 
 def _codes(keys: Sequence[Tensor], column: Tensor, size: Tensor) -> Tensor:
-    """``[L, B]`` int64 in ``0..B``: at each depth, equal where all keys are; 0 past a row's end."""
-    rows, columns = column.shape
-    real = torch.arange(columns, device=column.device)[:, None] < size
+    """``[L, B]`` int64 in ``0..B``: at each depth, equal where all keys are; B past a row's end."""
+    columns, rows = column.shape
     codes = None
     for key in keys:
         if key.dim() == 3 or key.is_floating_point():
             key = _vector_codes(key.reshape(rows, columns, -1))
-        values = _dense_rank(key.gather(1, column).T.long())
-        codes = values if codes is None else _dense_rank(codes * rows + values)
-    return (codes + 1) * real
+        values = _rank(key.T.gather(0, column))
+        codes = values if codes is None else _rank(codes * rows + values)
+    depth = torch.arange(columns, device=column.device)[:, None]
+    return codes.masked_fill_(depth >= size, rows)
 
 
 def _lexicographic(codes: Tensor) -> Tensor:
     """The stable order ``[B]`` of the rows by their columns of ``codes`` (``[L, B]`` in 0..B).
 
     Each round packs as many neighbouring columns as fit into an int64 and ranks the results
-    densely again: exact, and done after log(L) rounds to the base ``group`` (9 for 64 rows).
+    again: exact, and done after log(L) rounds to the base ``group`` (10 for 64 rows).
     """
     base, group = codes.shape[1] + 1, 2
     while base ** (group + 1) <= 2**63:
         group += 1
-    weights = torch.pow(base, torch.arange(group - 1, -1, -1, device=codes.device))
-    while len(codes) > 1:
+    weights = torch.pow(base, torch.arange(group - 1, -1, -1, device=codes.device))[:, None]
+    while True:
         if missing := -len(codes) % group:
             codes = torch.cat((codes, codes.new_zeros(missing, codes.shape[1])))
-        codes = (codes.unflatten(0, (-1, group)) * weights[:, None]).sum(1)
-        codes = _dense_rank(codes)
-    return codes[0].argsort(stable=True)
+        packed = (codes.unflatten(0, (-1, group)) * weights).sum(1)
+        if len(packed) == 1:
+            return packed[0].argsort(stable=True)
+        codes = _rank(packed)
 
 
-def _dense_rank(values: Tensor) -> Tensor:
-    """Ranks 0, 1, 2, ... of the distinct values of each row of ``[C, B]``."""
-    ordered, index = values.sort(dim=1)
-    ranks = torch.zeros_like(index)
-    torch.cumsum(ordered[:, 1:] != ordered[:, :-1], 1, out=ranks[:, 1:])
-    return torch.empty_like(index).scatter_(1, index, ranks)
+def _rank(values: Tensor) -> Tensor:
+    """``[C, B]``: how many values of the same row are smaller, so equal only where they are."""
+    return torch.searchsorted(values.sort(1).values, values)
 
 
 def _vector_codes(vectors: Tensor) -> Tensor:

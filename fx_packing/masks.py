@@ -70,7 +70,8 @@ def block_tensors(
     # FlexAttention saves these for its backward, which inference tensors do not allow.
     with torch.inference_mode(False), torch.no_grad():
         partial, full = _classify(end, depth, window, block)
-        listed = (_list(blocks) for blocks in (partial, full, partial.T, full.T))
+        column = torch.arange(len(partial), device=end.device, dtype=torch.int32)
+        listed = (_list(blocks, column) for blocks in (partial, full, partial.T, full.T))
         return BlockTensors(*(tensor for pair in listed for tensor in pair))
 
 
@@ -99,11 +100,13 @@ def _classify(
     return (some & ~full) | (number[:, None] == number), full
 
 
-def _list(blocks: Tensor) -> tuple[Tensor, Tensor]:
-    """Counts ``[1, 1, n]`` and indices ``[1, 1, n, n]`` of the True places in each row."""
+def _list(blocks: Tensor, column: Tensor) -> tuple[Tensor, Tensor]:
+    """Counts ``[1, 1, n]`` and indices ``[1, 1, n, n]`` of the True places in each row; ``column``
+    is 0, 1, 2, ... int32.
+    """
     size = len(blocks)
-    place = torch.where(blocks, blocks.cumsum(1) - 1, size)
-    column = torch.arange(size, device=blocks.device, dtype=torch.int32).expand(size, -1)
-    indices = column.new_zeros(size, size + 1).scatter_(1, place, column)[:, :size]
-    counts = blocks.sum(1, dtype=torch.int32)
-    return counts[None, None], indices.contiguous()[None, None]
+    count = blocks.cumsum(1)
+    # A True place goes to its number among those of its row; the others go to a spare place 0.
+    indices = column.new_zeros(size, size + 1)
+    indices.scatter_(1, count * blocks, column.expand(size, -1))
+    return count[:, -1].int()[None, None], indices[:, 1:].contiguous()[None, None]
