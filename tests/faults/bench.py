@@ -91,6 +91,20 @@ class Setting:
         return "-".join(parts + (["dynamic"] if self.dynamic else []))
 
 
+def compiled(**options):
+    """``run(model, *args, **kwargs)``, whose captured graphs count against no limit but its own."""
+    all_families_known()
+    function = inner.own_function(lambda model, *args, **kwargs: model(*args, **kwargs), "model")
+    return packing.pack(function, **options)
+
+
+@functools.cache
+def all_families_known() -> None:
+    """transformers keeps a list of families that is part of Dynamo's guards: a new one captures anew."""
+    for family in tiny.FAMILIES:
+        tiny.build(family)
+
+
 @dataclass
 class Result:
     """Outputs, zero where there is no token, and every parameter's gradient of a projection of them."""
@@ -135,11 +149,8 @@ class Subject:
         self._results: dict[tuple, Result] = {}
 
         # Called with the model: one captured graph serves both models.
-        self._compiled = packing.pack(
-            inner.own_function(lambda model, *args, **kwargs: model(*args, **kwargs), "subject"),
-            layout=setting.layout,
-            dynamic=setting.dynamic,
-            **dict(setting.options),
+        self._compiled = compiled(
+            layout=setting.layout, dynamic=setting.dynamic, **dict(setting.options)
         )
         if setting.outputs == "hidden":
             self.padded()  # transformers installs its hooks at the first run, which must be plain
@@ -259,15 +270,7 @@ class _FromEmbeddings(tiny.PlainDecoder):
         return F.linear(self.norm(x), self.embed.weight)
 
 
-@functools.cache
-def _all_families_known() -> None:
-    """transformers keeps a list of families that is part of Dynamo's guards: a new one captures anew."""
-    for family in tiny.FAMILIES:
-        tiny.build(family)
-
-
 def _model(setting: Setting, seed: int):
-    _all_families_known()
     if setting.family == "plain":
         model = (_FromEmbeddings if setting.inputs == "embeddings" else tiny.PlainDecoder)(
             kv_heads=2, seed=seed
@@ -322,12 +325,12 @@ def ran() -> list[GraphReport]:
 
 
 @contextmanager
-def messages() -> Iterator[list[str]]:
-    """What fx_packing warns of inside, except that padding moves the numbers of a model."""
+def messages(*, notes: bool = False) -> Iterator[list[str]]:
+    """What fx_packing warns of inside; with `notes` also that padding moves the numbers of a model."""
     found: list[str] = []
     with warnings.catch_warnings(record=True) as seen:
         warnings.simplefilter("always")
         yield found
     texts = [str(w.message) for w in seen if issubclass(w.category, UserWarning)]
     texts = [text for text in texts if text.startswith("fx_packing")]
-    found += [text for text in texts if "padding moves its numbers" not in text]
+    found += [text for text in texts if notes or "padding moves its numbers" not in text]
