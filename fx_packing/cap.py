@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
+from .errors import dotted
 from .options import Options
 from .passes import Analysis
 
@@ -30,7 +31,7 @@ def guard(analysis: Analysis, options: Options) -> list[str]:
         )
     for node, value in analysis.roles.pinned.items():
         source = analysis.capture.by_node[analysis.capture.resolve(node.args[0])].source
-        found.append(f"{source} == {value}")
+        found.append(f"{dotted(source)} == {value}")
     return found
 
 
