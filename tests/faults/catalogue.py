@@ -33,6 +33,7 @@ from torch.fx import Graph, GraphModule, Node
 from fx_packing import passes, runtime, verdicts
 from fx_packing.attention import segments
 from fx_packing.forest import Plan, Read
+from fx_packing.masks import BLOCK
 from fx_packing.runtime import Packed
 
 Inject = Callable[[pytest.MonkeyPatch, Subject], None]
@@ -282,7 +283,10 @@ fault("tokens at different positions are shared", "plan", given, in_function(Pac
 
 
 def positions(change: Callable[[Plan], Tensor]) -> Inject:
-    return in_function(Packed, "_positions", lambda real: lambda self, plan: change(plan).clone())
+    def blocks(plan: Plan) -> Tensor:
+        return change(plan).clone().view(-1, BLOCK)
+
+    return in_function(Packed, "_positions", lambda real: lambda self, plan: blocks(plan))
 
 
 def one_row_lags(plan):
@@ -554,7 +558,10 @@ fault("windows of two layers exchanged", "kernel", gemma2, in_graph(windows_exch
 fault("softcap dropped in one layer", "kernel", gemma2, argument(0, softcap=lambda cap: None))
 fault("softcap wrong in one layer", "kernel", gemma2, argument(1, softcap=lambda cap: cap * 1.5))
 fault("K/V heads permuted", "kernel", llama, operand(0, 1, 2, through=method("flip", 1)))
-fault("K/V heads permuted, half precision", "kernel", llama_in_half, operand(0, 1, 2, through=method("flip", 1)))
+fault(
+    "K/V heads permuted, half precision", "kernel", llama_in_half,
+    operand(0, 1, 2, through=method("flip", 1)),
+)  # fmt: skip
 fault("V heads permuted", "kernel", qwen3, operand(1, 2, through=method("flip", 1)))
 fault("query heads permuted", "kernel", tail, operand(0, 0, through=method("roll", 1, 1)))
 fault("keys and values exchanged", "kernel", tail, in_graph(keys_as_values))
@@ -748,7 +755,7 @@ def stream_detached(graph):
 
 
 def gathered_apart(real):
-    return lambda batch, plan, value: real(batch, plan, value.detach())
+    return lambda batch, plan, value, dim: real(batch, plan, value.detach(), dim)
 
 
 def in_prefix(real):
@@ -763,13 +770,14 @@ def in_prefix(real):
 
 
 detached = method("detach")
+given_once = in_function(segments, "_give", lambda _: kept_once)
 GRADIENTS: list[tuple[str, Setting, Inject]] = [
     ("of a shared token counted once instead of G times", llama, scatter_gradient(once)),
     ("of a shared token counted once, half precision", llama_in_half, scatter_gradient(once)),
     ("of one row lost", qwen3, scatter_gradient(one_row_of_gradients)),
     ("added up one token off", qwen3, scatter_gradient(lambda index, grad: (index.roll(1), grad))),
-    ("of shared keys and values from one completion only", llama, in_function(segments, "_give", lambda _: kept_once)),
-    ("of shared keys and values once, half precision", llama_in_half, in_function(segments, "_give", lambda _: kept_once)),
+    ("of shared keys and values from one completion only", llama, given_once),
+    ("of shared keys and values once, half precision", llama_in_half, given_once),
     ("with another scale than the values", llama, backward_with(scale=lambda scale: scale * 2)),
     ("without the window", mistral_trained, backward_with(window=lambda window: None)),
     ("with a window one too wide", mistral_trained, backward_with(window=lambda window: window + 1)),
@@ -889,8 +897,9 @@ def tokens_beyond(plan):
     return {"source": source}
 
 
+by_shape = in_function(runtime._PlanCache, "get", plans_by_shape)
 for name, inject in (
-    ("a plan kept for another batch of the same shape", in_function(runtime._PlanCache, "get", plans_by_shape)),
+    ("a plan kept for another batch of the same shape", by_shape),
     ("the forest of an earlier batch", in_function(segments, "inputs", first_forest)),
     ("the positions of an earlier batch", in_function(Packed, "_positions", first_positions)),
 ):  # fmt: skip
