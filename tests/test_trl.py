@@ -150,3 +150,20 @@ def test_a_whole_reward_model_is_refused_with_the_reason(tmp_path):
     assert other("Reward", tmp_path, packed=True, whole=True) == want
     reasons = {g.reason for g in fx_packing.report().graphs}
     assert packed_runs() == {} and all("argmax" in reason for reason in reasons), reasons
+
+
+def test_the_example_on_a_small_model(tmp_path, capsys, monkeypatch):
+    import importlib.util
+    from pathlib import Path
+
+    words = trainers.tokenizer()
+    words.chat_template = "{% for m in messages %}w5 {{ m['content'] }} w6 {% endfor %}w7"
+    for part in (tiny.build("llama"), words):
+        part.save_pretrained(tmp_path)
+    examples = Path(__file__).parent.parent / "examples"
+    monkeypatch.syspath_prepend(str(examples))
+    spec = importlib.util.spec_from_file_location("grpo_trl", examples / "grpo_trl.py")
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    assert module.main(["--model", str(tmp_path), "--steps", "2"]) == 0
+    assert "2 of 2 scoring forwards ran packed" in capsys.readouterr().out
