@@ -108,7 +108,7 @@ class Report:
         return json.dumps({"graphs": list(graphs), "outside": list(outside)}, default=str)
 
     def __str__(self) -> str:
-        if not self.graphs:
+        if not (self.graphs or self.outside):
             return "fx_packing: no graph was captured by backend 'grpo_pack' in this process."
         outside = [f"outside ({o.model}): {o.calls} calls\n  reason        {o.why}" for o in self.outside]
         return "\n".join([*map(_lines, self.graphs), *outside])
