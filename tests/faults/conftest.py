@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import bench
+import packing
 import pytest
 import torch
 
@@ -16,7 +17,7 @@ def nothing_of_before():
 @pytest.fixture(autouse=True)
 def clean_slate():
     """In place of the one of all tests, which would drop the compiled models as well."""
-    bench.forget_runs()
+    packing.forget_runs()
 
 
 def pytest_terminal_summary(terminalreporter):
