@@ -5,6 +5,10 @@ numbers, so no test may compare numbers alone.
 
 from __future__ import annotations
 
+import functools
+import warnings
+from collections.abc import Iterator
+from contextlib import contextmanager
 from typing import Any
 
 import tiny
@@ -12,6 +16,7 @@ import torch
 from torch import Tensor
 
 import fx_packing
+from fx_packing import inner
 from fx_packing.report import GraphReport
 
 BUDGET = 1.1  # the default of the option min_sharing
@@ -110,3 +115,39 @@ def assert_gradients(got: dict[str, Tensor], want: dict[str, Tensor], tolerance:
         scale = max(float(expected.abs().max()), 1e-4 * top)
         error = float((got[name] - expected).abs().max()) / scale
         assert error < tolerance, f"{name}: {error:.3g}"
+
+
+# -- models that are compiled once for many tests --------------------------------------------------
+
+
+def compiled(**options):
+    """``run(model, *args, **kwargs)``, whose captured graphs count against no limit but its own."""
+    all_families_known()
+    function = inner.own_function(lambda model, *args, **kwargs: model(*args, **kwargs), "model")
+    return pack(function, **options)
+
+
+@functools.cache
+def all_families_known() -> None:
+    """transformers keeps a list of families that is part of Dynamo's guards: a new one captures anew."""
+    for family in tiny.FAMILIES:
+        tiny.build(family)
+
+
+def forget_runs() -> None:
+    """As if nothing had run; what is compiled stays."""
+    kept = dict(inner._flats)
+    fx_packing.reset()
+    inner._flats.update(kept)
+
+
+@contextmanager
+def messages(*, notes: bool = False) -> Iterator[list[str]]:
+    """What fx_packing warns of inside; with `notes` also that padding moves the numbers of a model."""
+    found: list[str] = []
+    with warnings.catch_warnings(record=True) as seen:
+        warnings.simplefilter("always")
+        yield found
+    texts = [str(w.message) for w in seen if issubclass(w.category, UserWarning)]
+    texts = [text for text in texts if text.startswith("fx_packing")]
+    found += [text for text in texts if notes or "padding moves its numbers" not in text]

@@ -5,23 +5,19 @@ from __future__ import annotations
 import copy
 import dataclasses
 import functools
-import warnings
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 
-import packing
 import tiny
 import torch
 import torch.nn.functional as F
+from packing import compiled, forget_runs, messages
 from torch import Tensor
 
 import fx_packing
-from fx_packing import inner, runtime
+from fx_packing import runtime
 from fx_packing.report import GraphReport
-
-told: list[str] = []  # lines for the end of the test run
-
 
 # -- batches ---------------------------------------------------------------------------------------
 
@@ -79,6 +75,7 @@ class Setting:
     inputs: str = "ids"  # or "positions", their own in every other row, or "embeddings" for ids
     outputs: str = "logits"  # "logits", or "hidden": those of each layer as well
     dynamic: bool = False
+    device: str = "cpu"
 
     def __str__(self) -> str:
         parts = [self.family, self.layout, "training" if self.training else "scoring"]
@@ -89,20 +86,6 @@ class Setting:
         parts += [self.inputs] if self.inputs != "ids" else []
         parts += [self.outputs] if self.outputs != "logits" else []
         return "-".join(parts + (["dynamic"] if self.dynamic else []))
-
-
-def compiled(**options):
-    """``run(model, *args, **kwargs)``, whose captured graphs count against no limit but its own."""
-    all_families_known()
-    function = inner.own_function(lambda model, *args, **kwargs: model(*args, **kwargs), "model")
-    return packing.pack(function, **options)
-
-
-@functools.cache
-def all_families_known() -> None:
-    """transformers keeps a list of families that is part of Dynamo's guards: a new one captures anew."""
-    for family in tiny.FAMILIES:
-        tiny.build(family)
 
 
 @dataclass
@@ -141,17 +124,16 @@ def _relative(got: Tensor, want: Tensor, least: float = 0.0) -> float:
 class Subject:
     """A model of a setting, compiled; it ran packed once, healthy, and that run passed its check."""
 
-    def __init__(self, setting: Setting) -> None:
+    def __init__(self, setting: Setting, batch: tiny.Batch | None = None) -> None:
         self.setting = setting
-        self.models = [_model(setting, seed) for seed in (0, 1)]
+        self.models = [_model(setting, seed).to(setting.device) for seed in (0, 1)]
         self.model = self.models[0]
-        self.batch = groups(setting.padding)
+        batch = batch or groups(setting.padding)
+        self.batch = tiny.Batch(*(t.to(setting.device) for t in batch))
         self._results: dict[tuple, Result] = {}
 
         # Called with the model: one captured graph serves both models.
-        self._compiled = compiled(
-            layout=setting.layout, dynamic=setting.dynamic, **dict(setting.options)
-        )
+        self._compiled = compiled(layout=setting.layout, dynamic=setting.dynamic, **dict(setting.options))
         if setting.outputs == "hidden":
             self.padded()  # transformers installs its hooks at the first run, which must be plain
         forget_runs()
@@ -190,7 +172,7 @@ class Subject:
 
         def output(index):
             def forward(given, attention_mask, **kw):
-                mask = torch.ones(given.shape[:2], dtype=torch.int64)
+                mask = torch.ones(given.shape[:2], dtype=torch.int64, device=given.device)
                 return self._outputs(model(given, attention_mask=mask, **kw))[index]
 
             return forward
@@ -247,7 +229,7 @@ class Subject:
         if not self.setting.training:
             return Result(values, None)
         g = tiny.generator(5)
-        loss = sum((v * torch.randn(v.shape, generator=g).to(v.dtype)).sum() for v in values)
+        loss = sum((v * torch.randn(v.shape, generator=g).to(v)).sum() for v in values)
         names, parameters = zip(*model.named_parameters(), strict=True)
         if given.requires_grad:
             names, parameters = (*names, "the embeddings passed in"), (*parameters, given)
@@ -299,13 +281,6 @@ def packed() -> list[runtime.Packed]:
     return [p for p in runtime._alive if isinstance(p, runtime.Packed)]
 
 
-def forget_runs() -> None:
-    """As if nothing had run; what is compiled stays."""
-    kept = dict(inner._flats)
-    fx_packing.reset()
-    inner._flats.update(kept)
-
-
 @contextmanager
 def unchecked() -> Iterator[None]:
     """Inside, all runs are as with the option ``verify="never"``."""
@@ -322,15 +297,3 @@ def unchecked() -> Iterator[None]:
 def ran() -> list[GraphReport]:
     """The graphs that ran since all runs were forgotten, in the order of their first runs."""
     return fx_packing.report().graphs
-
-
-@contextmanager
-def messages(*, notes: bool = False) -> Iterator[list[str]]:
-    """What fx_packing warns of inside; with `notes` also that padding moves the numbers of a model."""
-    found: list[str] = []
-    with warnings.catch_warnings(record=True) as seen:
-        warnings.simplefilter("always")
-        yield found
-    texts = [str(w.message) for w in seen if issubclass(w.category, UserWarning)]
-    texts = [text for text in texts if text.startswith("fx_packing")]
-    found += [text for text in texts if notes or "padding moves its numbers" not in text]

@@ -11,7 +11,9 @@ Faults that turned out to change nothing, and are left out (equivalent mutants):
 - the weight of a norm left out of a fresh model: it is one. Its gradient is lost, and that is here.
 - a soft cap far above all scores (50, the default of Gemma 2, at these sizes): the caps here are low.
 - what is stored at pads, and what the padded result holds where there is no token.
-- the mask of FlexAttention: on CPUs the kernel is `segments`, see the faults of tests/gpu.
+
+On CPUs the kernel is `segments`; the masks of FlexAttention have faults of their own, in
+test_flex_faults.py.
 """
 
 from __future__ import annotations
@@ -19,44 +21,37 @@ from __future__ import annotations
 import dataclasses
 import operator
 from collections.abc import Callable
-from dataclasses import dataclass
 
-import bench
 import pytest
 import tiny
 import torch
 import torch.nn.functional as F
 from bench import COMPLETION, PROMPTS, Setting, Subject, groups, longer
+from seams import (
+    Fault,
+    Inject,
+    argument,
+    attends,
+    in_function,
+    in_graph,
+    in_module,
+    in_plan,
+    in_runs,
+    inputs_of,
+    method,
+    nodes,
+    operand,
+    result,
+    weight,
+)
 from torch import Tensor
-from torch.fx import Graph, GraphModule, Node
+from torch.fx import Graph, Node
 
-from fx_packing import passes, runtime, verdicts
+from fx_packing import runtime, verdicts
 from fx_packing.attention import segments
 from fx_packing.forest import Plan, Read
 from fx_packing.masks import BLOCK
 from fx_packing.runtime import Packed
-
-Inject = Callable[[pytest.MonkeyPatch, Subject], None]
-
-
-@dataclass(frozen=True)
-class Fault:
-    """`inject` puts the fault into the setting. Only gradients are wrong where `gradient` is set.
-
-    `before` runs first, with the fault in place, and must itself go well: it makes the state that
-    the fault lives on. The run that must be caught is on `batch`, with the model number `model`.
-    """
-
-    name: str
-    changes: str  # "plan", "kernel", "positions", "graph", "way in", "way out", "gradient", "state"
-    setting: Setting
-    inject: Inject
-    gradient: bool = False
-    before: Callable[[Subject], None] | None = None
-    runs: str | None = None  # the layout that the faulty graph runs, where it is another one
-    batch: Callable[[], tiny.Batch] | None = None
-    model: int = 0
-
 
 FAULTS: list[Fault] = []
 
@@ -89,89 +84,6 @@ gemma2 = Setting("gemma2", training=True)
 gpt2 = Setting("gpt2", "varlen", padding="right")
 gpt2_left = Setting("gpt2", padding="left")
 gpt2_captured = Setting("gpt2", training=True, padding="left", options=(("positions", "captured"),))
-
-
-# -- seams -----------------------------------------------------------------------------------------
-
-
-def in_plan(change: Callable[[Plan], dict]) -> Inject:
-    """The fields that `change` returns take the place of a plan's own."""
-
-    def inject(patch: pytest.MonkeyPatch, subject: Subject) -> None:
-        real = runtime.make_plan
-
-        def make(*args, **kwargs):
-            plan = real(*args, **kwargs)
-            if plan.rows < bench.ROWS:  # a few rows, on which the check tries itself
-                return plan
-            return dataclasses.replace(plan, **change(plan), _memo={})
-
-        patch.setattr(runtime, "make_plan", make)
-
-    return inject
-
-
-def in_runs(change: Callable[[list[list[int]]], None]) -> Inject:
-    """`change` edits the kernel's list of ``[start, stop, parent]``, one for each run of the forest."""
-
-    def inject(patch: pytest.MonkeyPatch, subject: Subject) -> None:
-        real = segments.inputs
-
-        def inputs(plan, window):
-            (structure,) = real(plan, window)
-            runs = structure[2:].view(-1, 3).tolist()
-            if len(runs) > 12:  # not where the check has removed the boundaries itself
-                change(runs)
-            flat = [len(runs), int(structure[1]), *(n for run in runs for n in run)]
-            changed = torch.tensor(flat)
-            torch._dynamo.maybe_mark_dynamic(changed, 0)
-            return (changed,)
-
-        patch.setattr(segments, "inputs", inputs)
-
-    return inject
-
-
-def in_graph(change: Callable[[Graph], None]) -> Inject:
-    """`change` edits the flat graph after it was written, before it is compiled."""
-
-    def inject(patch: pytest.MonkeyPatch, subject: Subject) -> None:
-        in_module(lambda gm: change(gm.graph))(patch, subject)
-
-    return inject
-
-
-def in_module(change: Callable[[GraphModule], None]) -> Inject:
-    """As `in_graph`, on the module."""
-
-    def inject(patch: pytest.MonkeyPatch, subject: Subject) -> None:
-        real = passes.flatten
-
-        def flatten(*args, **kwargs):
-            flat = real(*args, **kwargs)
-            capture = args[0]
-            for node, key in zip(flat.gm.graph.find_nodes(op="placeholder"), flat.inputs, strict=True):
-                node.meta["from"] = capture.inputs[key[1]].source if key[0] == "input" else ""
-            change(flat.gm)
-            flat.gm.graph.lint()
-            flat.gm.recompile()
-            flat.structure += f" with fault {id(inject)}"  # equal graphs are compiled once
-            return flat
-
-        patch.setattr(passes, "flatten", flatten)
-        for packed in bench.packed():  # which are written anew, and afterwards are the old ones again
-            patch.setattr(packed.analysis, "_flats", {})
-
-    return inject
-
-
-def in_function(holder: object, name: str, wrap: Callable[[Callable], Callable]) -> Inject:
-    """``wrap(function)`` takes the place of a function."""
-
-    def inject(patch: pytest.MonkeyPatch, subject: Subject) -> None:
-        patch.setattr(holder, name, wrap(getattr(holder, name)))
-
-    return inject
 
 
 # -- the plan: who sees whom -----------------------------------------------------------------------
@@ -459,50 +371,6 @@ fault(
 # -- the kernel and its arguments ------------------------------------------------------------------
 
 
-def attends(graph: Graph) -> list[Node]:
-    found = [n for n in graph.nodes if n.target is segments.attend]
-    assert found
-    return found
-
-
-def argument(layer: int, **changed: Callable) -> Inject:
-    """Constants of the attention of one layer, each by what it was."""
-
-    def change(graph):
-        node = attends(graph)[layer]
-        node.kwargs = node.kwargs | {k: new(node.kwargs[k]) for k, new in changed.items()}
-
-    return in_graph(change)
-
-
-def operand(layer: int, *places: int, through: Callable[[Graph, Node], Node]) -> Inject:
-    """Something is done to operands (0 query, 1 key, 2 value) of the attention of one layer."""
-
-    def change(graph):
-        node = attends(graph)[layer]
-        for place in places:
-            with graph.inserting_before(node):
-                node.update_arg(place, through(graph, node.args[place]))
-
-    return in_graph(change)
-
-
-def result(layer: int, through: Callable[[Graph, Node], Node]) -> Inject:
-    """Something is done to the result of the attention of one layer."""
-
-    def change(graph):
-        node = attends(graph)[layer]
-        with graph.inserting_after(node):
-            new = through(graph, node)
-        node.replace_all_uses_with(new, delete_user_cb=lambda user: user is not new)
-
-    return in_graph(change)
-
-
-def method(name: str, *args) -> Callable[[Graph, Node], Node]:
-    return lambda graph, node: graph.call_method(name, (node, *args))
-
-
 def keys_as_values(graph):
     node = attends(graph)[1]
     q, k, v, *plan = node.args
@@ -557,11 +425,9 @@ fault("window one too narrow", "kernel", mistral_trained, argument(1, window=lam
 fault("windows of two layers exchanged", "kernel", gemma2, in_graph(windows_exchanged))
 fault("softcap dropped in one layer", "kernel", gemma2, argument(0, softcap=lambda cap: None))
 fault("softcap wrong in one layer", "kernel", gemma2, argument(1, softcap=lambda cap: cap * 1.5))
-fault("K/V heads permuted", "kernel", llama, operand(0, 1, 2, through=method("flip", 1)))
-fault(
-    "K/V heads permuted, half precision", "kernel", llama_in_half,
-    operand(0, 1, 2, through=method("flip", 1)),
-)  # fmt: skip
+kv_flipped = operand(0, 1, 2, through=method("flip", 1))
+fault("K/V heads permuted", "kernel", llama, kv_flipped)
+fault("K/V heads permuted, half precision", "kernel", llama_in_half, kv_flipped)
 fault("V heads permuted", "kernel", qwen3, operand(1, 2, through=method("flip", 1)))
 fault("query heads permuted", "kernel", tail, operand(0, 0, through=method("roll", 1, 1)))
 fault("keys and values exchanged", "kernel", tail, in_graph(keys_as_values))
@@ -579,36 +445,6 @@ fault(
 
 
 # -- the rewritten graph ---------------------------------------------------------------------------
-
-
-def nodes(graph: Graph, target) -> list[Node]:
-    found = [n for n in graph.nodes if n.target is target or n.target == target]
-    assert found, f"{target} is not in\n{graph}"
-    return found
-
-
-def inputs_of(graph: Graph, *words: str) -> list[Node]:
-    """The parameters whose places in the model have all these words."""
-    given = graph.find_nodes(op="placeholder")
-    found = [n for n in given if all(f"'{word}'" in n.meta["from"] for word in words)]
-    assert found, [n.meta["from"] for n in given]
-    return found
-
-
-def weight(*words: str, through: Callable[[Graph, Node], Node]) -> Inject:
-    """Something is done to a parameter before it is used."""
-
-    def change(graph):
-        (node,) = inputs_of(graph, *words)
-        with graph.inserting_before(next(n for n in graph.nodes if n.op != "placeholder")):
-            new = through(graph, node)
-        inside, todo = set(), [new]
-        while todo:
-            inside.add(step := todo.pop())
-            todo += [n for n in step.all_input_nodes if n is not node and n.op != "placeholder"]
-        node.replace_all_uses_with(new, delete_user_cb=lambda user: user not in inside)
-
-    return in_graph(change)
 
 
 def weights_exchanged(graph):
@@ -646,9 +482,7 @@ def outputs_exchanged(graph):
 
 
 def epsilon(graph):
-    node = next(
-        n for n in nodes(graph, operator.add) if any(isinstance(a, float) for a in n.args)
-    )
+    node = next(n for n in nodes(graph, operator.add) if any(isinstance(a, float) for a in n.args))
     node.args = tuple(a * 1e5 if isinstance(a, float) else a for a in node.args)
 
 
@@ -770,7 +604,7 @@ def in_prefix(real):
 
 
 detached = method("detach")
-given_once = in_function(segments, "_give", lambda _: kept_once)
+given_once = in_function(segments, "_give", lambda real: kept_once)
 GRADIENTS: list[tuple[str, Setting, Inject]] = [
     ("of a shared token counted once instead of G times", llama, scatter_gradient(once)),
     ("of a shared token counted once, half precision", llama_in_half, scatter_gradient(once)),
@@ -897,20 +731,17 @@ def tokens_beyond(plan):
     return {"source": source}
 
 
-by_shape = in_function(runtime._PlanCache, "get", plans_by_shape)
-for name, inject in (
-    ("a plan kept for another batch of the same shape", by_shape),
-    ("the forest of an earlier batch", in_function(segments, "inputs", first_forest)),
-    ("the positions of an earlier batch", in_function(Packed, "_positions", first_positions)),
-):  # fmt: skip
-    fault(name, "state", llama, inject, before=scored_before)
+for name, *seam in (
+    ("a plan kept for another batch of the same shape", runtime._PlanCache, "get", plans_by_shape),
+    ("the forest of an earlier batch", segments, "inputs", first_forest),
+    ("the positions of an earlier batch", Packed, "_positions", first_positions),
+):
+    fault(name, "state", llama, in_function(*seam), before=scored_before)
 fault(
     "a verdict inherited from scoring by training", "state", llama,
     result(0, detached), gradient=True, before=lambda subject: subject.scored(subject.batch),
 )  # fmt: skip
-fault(
-    "a verdict inherited by another model", "state", tail, baked, before=first_model_before, model=1
-)
+fault("a verdict inherited by another model", "state", tail, baked, before=first_model_before, model=1)
 fault(
     "a verdict inherited by a model at the same addresses", "state", tail, baked_and_ids_reused,
     before=first_model_before, model=1,

@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import bench
+import packing
 import pytest
 import torch
 from bench import Setting, subject
-from catalogue import FAULTS, Fault
+from catalogue import FAULTS
+from seams import Fault
 
 #: How far from the truth a fault must lead, relative to the largest result (or gradient): a thousand
 #: times what a healthy run shows.
@@ -25,8 +27,10 @@ def test_without_a_fault_the_check_passes(setting: Setting):
     assert healthy.graph.runs == {setting.layout: 1}
     # Far below what counts as a fault: so a fault is seen for what it is.
     assert max(healthy.healthy.distance(healthy.right())) < NOTICEABLE[setting.dtype] / 4
-    bench.forget_runs()
-    assert healthy.run().equals(healthy.healthy)
+    packing.forget_runs()
+    with packing.messages() as told:
+        assert healthy.run().equals(healthy.healthy)
+    assert not told
     (graph,) = bench.ran()
     assert graph.runs == {setting.layout: 1} and graph.verifications == checks
 
@@ -48,7 +52,7 @@ def test_a_fault_is_caught_at_its_first_execution(fault: Fault, monkeypatch):
 
     # It is one: unchecked, the result is wrong, or right with wrong gradients.
     fault.inject(monkeypatch, healthy)
-    bench.forget_runs()
+    packing.forget_runs()
     with bench.unchecked():
         if fault.before:
             fault.before(healthy)
@@ -61,12 +65,12 @@ def test_a_fault_is_caught_at_its_first_execution(fault: Fault, monkeypatch):
         assert values < noticeable / 4
 
     # It is caught: the padded result, one verdict, one warning.
-    bench.forget_runs()
+    packing.forget_runs()
     if fault.before:
-        with bench.messages() as told:
+        with packing.messages() as told:
             fault.before(healthy)
         assert not told and all(set(g.runs) == {layout} for g in bench.ran())
-    with bench.messages() as told:
+    with packing.messages() as told:
         got = healthy.run(batch, model)
     graph = bench.ran()[-1]
     assert got.equals(padded), (got.distance(padded), graph.verifications)
@@ -78,18 +82,19 @@ def test_a_fault_is_caught_at_its_first_execution(fault: Fault, monkeypatch):
 
     # It stays caught.
     checks = len(graph.verifications)
-    with bench.messages() as told:
+    with packing.messages() as told:
         assert healthy.run(batch, model).equals(padded)
     assert not told and len(graph.verifications) == checks
     assert bench.ran()[-1].last.layout == "padded"
     killed[fault.name] = True
 
 
-def test_all_faults_were_caught():
+def test_all_faults_were_caught(record_property):
     """Runs last, and tells the kill rate; of those that ran, where some were deselected."""
     names = [fault.name for fault in FAULTS]
     assert len(set(names)) == len(names) >= 40
     alive = [name for name, dead in killed.items() if not dead]
-    bench.told.append(f"faults: {len(killed) - len(alive)} of {len(killed)} caught at first execution")
-    bench.told.extend(f"  survived: {name}" for name in alive)
+    record_property("told", f"faults: {len(killed) - len(alive)} of {len(killed)} caught at first execution")
+    for name in alive:
+        record_property("told", f"  survived: {name}")
     assert killed and not alive

@@ -9,6 +9,7 @@ from collections import Counter
 from collections.abc import Callable, Iterator
 
 import bench
+import packing
 import pytest
 import tiny
 import torch
@@ -74,8 +75,8 @@ def run(packed: Callable, batch: tiny.Batch, numbers: str, mode: str, **kwargs) 
 
 def watch(name: str, packed: Callable, batch: tiny.Batch, *how: str, notes: bool, **kwargs) -> str:
     """Run one healthy batch, and count what its checks said; the layout that ran."""
-    bench.forget_runs()  # a warning is given once
-    with bench.messages(notes=notes) as told:
+    packing.forget_runs()  # a warning is given once
+    with packing.messages(notes=notes) as told:
         logits = run(packed, batch, *how, **kwargs)
     (graph,) = bench.ran()
     seen["batches"] += 1
@@ -96,7 +97,7 @@ def test_no_false_alarm(family, numbers, mode, rollouts):
     own = {} if numbers == "float32" else {"initializer_range": 0.05}
     model = tiny.PlainDecoder(kv_heads=2) if family == "plain" else tiny.build(family, **own)
     packed = functools.partial(
-        bench.compiled(
+        packing.compiled(
             dynamic=True, verify="always", min_sharing=1.0,
             positions="captured" if (family, mode) == ("gpt2", "score") else "row",
         ),
@@ -111,9 +112,10 @@ def test_no_false_alarm(family, numbers, mode, rollouts):
     assert set(layouts) == {"varlen", "prefix"} and len(layouts) == EACH
 
 
-def test_what_the_checks_said():
+def test_what_the_checks_said(record_property):
     """Runs after them, and tells how many there were, and how they went."""
-    bench.told.append(
+    record_property(
+        "told",
         f"healthy batches: {seen['batches']}; checks passed: {seen['passed']}, left open: "
         f"{seen['left open']}; false alarms: {seen['failed']}"
     )
@@ -135,7 +137,7 @@ def test_no_false_alarm_at_the_size_of_a_small_model(numbers, mode, rollouts):
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(0)
         model = LlamaForCausalLM(config).to(DTYPES[numbers])
-    packed = functools.partial(bench.compiled(dynamic=True, verify="always"), model)
+    packed = functools.partial(packing.compiled(dynamic=True, verify="always"), model)
     ids, mask, keep = (rollouts[k] for k in ("input_ids", "attention_mask", "logits_to_keep"))
     made = tiny.group_batch((40, 13), 3, 30, vocab=49152)
     for name, batch, columns, layout in (
