@@ -69,3 +69,14 @@ def smollm2(quickstart):
         if importlib.util.find_spec(package) is None:
             pytest.skip(f"needs the demo's model: {package} is not installed")
     return quickstart.load_model()
+
+
+def pytest_terminal_summary(terminalreporter):
+    """Lines that tests have to tell; as properties they come along from other processes too."""
+    found = [p for reports in terminalreporter.stats.values() for r in reports for p in _properties(r)]
+    for line in dict.fromkeys(text for name, text in found if name == "told"):
+        terminalreporter.write_line(line)
+
+
+def _properties(report):
+    return getattr(report, "user_properties", ())

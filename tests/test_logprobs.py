@@ -132,7 +132,6 @@ def test_a_number_of_columns_that_cannot_be_kept(keep):
 HEADS = {
     "plain": {},
     "softcap": {"softcap": 3.0, "bias": True},
-    "logit scale": {"scale": 0.25},
 }
 
 

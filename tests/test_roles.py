@@ -301,7 +301,7 @@ def test_numbers_made_from_sizes_are_known_to_vary():
 # -- time ----------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("family", ["llama", "gemma2"])
+@pytest.mark.parametrize("family", ["llama", pytest.param("gemma2", marks=pytest.mark.slow)])
 def test_analysis_of_28_layers_is_quick(family):
     model = tiny.build(family, num_hidden_layers=28)
     ids, mask = tiny.batch("left")

@@ -54,7 +54,7 @@ def saved_bytes(run):
 
 
 @pytest.mark.parametrize("layout", ("varlen", "prefix"))
-@pytest.mark.parametrize("reentrant", (False, True))
+@pytest.mark.parametrize("reentrant", (False, pytest.param(True, marks=pytest.mark.slow)))
 def test_checkpointing_saves_the_packed_share(reentrant, layout, monkeypatch):
     """Against the captured checkpointed graph: the same model with layout="padded"."""
     batch = tiny.Batch(*tiny.group_batch((40, 60), 4, 90)[:2])

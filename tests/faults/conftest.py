@@ -17,14 +17,3 @@ def nothing_of_before():
 def clean_slate():
     """In place of the one of all tests, which would drop the compiled models as well."""
     packing.forget_runs()
-
-
-def pytest_terminal_summary(terminalreporter):
-    """Lines that tests have to tell; as properties they come along from other processes too."""
-    found = [p for reports in terminalreporter.stats.values() for r in reports for p in _properties(r)]
-    for line in dict.fromkeys(text for name, text in found if name == "told"):
-        terminalreporter.write_line(line)
-
-
-def _properties(report):
-    return getattr(report, "user_properties", ())
