@@ -94,34 +94,33 @@ def load_model(name: str | None = None, device: str = "cpu", dtype: str = "float
 
 
 def sample(model, tokenizer, problems: list[str], *, max_new_tokens: int, seed: int) -> Rollouts:
-    """`GROUP` answers to each problem, sampled by the model itself."""
+    """`GROUP` answers to each problem, sampled by the model itself, all in one batch."""
     ends = model.generation_config.eos_token_id
     ends = set(ends if isinstance(ends, list) else [ends])
+    prompts = []
+    for problem in problems:
+        chat = [{"role": "system", "content": SYSTEM}, {"role": "user", "content": problem}]
+        text = tokenizer.apply_chat_template(chat, add_generation_prompt=True, tokenize=False)
+        prompts.append(tokenizer(text, add_special_tokens=False)["input_ids"])
     name = Path(str(model.config._name_or_path)).name or "model"
-    rollouts = Rollouts(name, [], [])
+    batch = build_batch(Rollouts(name, prompts, [[[]]] * len(prompts)), device=model.device)
     devices = [model.device] if model.device.type == "cuda" else []
     with torch.random.fork_rng(devices=devices), torch.no_grad():
         torch.manual_seed(seed)
-        for i, problem in enumerate(problems, 1):
-            chat = [{"role": "system", "content": SYSTEM}, {"role": "user", "content": problem}]
-            prompt = tokenizer.apply_chat_template(
-                chat, add_generation_prompt=True, return_tensors="pt", return_dict=True
-            )["input_ids"].to(model.device)
-            out = model.generate(
-                prompt,
-                attention_mask=torch.ones_like(prompt),
-                do_sample=True,
-                temperature=0.8,
-                num_return_sequences=GROUP,
-                max_new_tokens=max_new_tokens,
-                pad_token_id=next(iter(ends)),
-            )
-            answers = [until_end(row, ends) for row in out[:, prompt.shape[1] :].tolist()]
-            rollouts.prompts.append(prompt[0].tolist())
-            rollouts.completions.append(answers)
-            lengths = ", ".join(str(len(a)) for a in answers)
-            say(f"  {i}/{len(problems)}: {prompt.shape[1]} prompt tokens, answers of {lengths}")
-    return rollouts
+        out = model.generate(
+            batch.input_ids,
+            attention_mask=batch.attention_mask,
+            do_sample=True,
+            temperature=0.8,
+            num_return_sequences=GROUP,
+            max_new_tokens=max_new_tokens,
+            pad_token_id=next(iter(ends)),
+        )
+    answers = [until_end(row, ends) for row in out[:, batch.input_ids.shape[1] :].tolist()]
+    groups = [answers[i : i + GROUP] for i in range(0, len(answers), GROUP)]
+    for prompt, group in zip(prompts, groups, strict=True):
+        say(f"  {len(prompt)} prompt tokens, answers of {', '.join(str(len(a)) for a in group)}")
+    return Rollouts(name, prompts, groups)
 
 
 def until_end(tokens: list[int], ends: set[int]) -> list[int]:
@@ -260,9 +259,9 @@ def main(argv: list[str] | None = None) -> int:
     parser.add_argument("--model", help="a name or path that transformers can load")
     parser.add_argument("--device", default="cpu")
     parser.add_argument("--dtype", default="float32", choices=list(TOLERANCE))
-    parser.add_argument("--layouts", default="varlen", help="comma separated, e.g. varlen,prefix")
+    parser.add_argument("--layouts", default="varlen,prefix", help="comma separated")
     parser.add_argument(
-        "--inner", default="aot_eager", help="compiles both sides: aot_eager (quick), inductor"
+        "--inner", default="eager", help="compiles both sides: eager (quickest to compile), inductor"
     )
     parser.add_argument("--max-new-tokens", type=int, default=32)
     parser.add_argument("--seed", type=int, default=0, help="of the sampling")
