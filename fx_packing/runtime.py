@@ -37,7 +37,7 @@ class Batch:
     rows: int
     columns: int
     mask: Tensor  # [B, L] bool
-    flags: list[Tensor]  # scalars that have to be 0, looked at with the plan's synchronisation
+    flags: dict[str, Tensor]  # why not, where this scalar is not 0: read with the plan's synchronisation
     reads: dict[str, tuple[int, int]]  # name of a slice of the sequence -> columns [low, high)
     joined: dict[str, tuple[str, ...]]  # name of slices side by side -> their names
     anchors: dict[str, str]  # those that have an entry where this one of the slices has a token
@@ -188,20 +188,30 @@ class Packed:
         for node, value in self.analysis.roles.pinned.items():
             source = self.capture.by_node[self.capture.resolve(node.args[0])]
             if args[source.index].item() != value:
-                raise Fallback(f"{source.source} changed from {value} since the graph was captured")
+                why = f"{source.source} changed from {value} since the graph was captured"
+                report.warn_once(
+                    f"{source.source} changed",
+                    f"{self.record.title}: {why}, and became part of what is compiled: such calls run as "
+                    "captured. Compile with dynamic=False, which captures each value anew, or keep it fixed",
+                )
+                raise Fallback(why)
         padding = self.analysis.padding
         device = args[self._tokens[0].index].device
-        flags: list[Tensor] = []
+        flags: dict[str, Tensor] = {}
         if padding is None:
             mask = torch.ones(rows, columns, dtype=torch.bool, device=device)
         else:
             given = args[padding.index]
             mask = given if given.dtype == torch.bool else given != 0
             if given.dtype != torch.bool:
-                flags.append(((given != 0) & (given != 1)).any())
+                odd = (given != 0) & (given != 1)
+                flags["the padding mask has values other than 0 and 1"] = odd.any()
         reads, joined = self._reads(args, columns)
         known = self.analysis.proof.columns.values()
         anchors = {c.name: c.anchor for c in known if c.anchor is not None}
+        for parts in joined.values():
+            torn = _torn(mask, [reads[p] for p in parts])
+            flags[_TORN] = torn if _TORN not in flags else flags[_TORN] | torn
         return Batch(args, rows, columns, mask, flags, reads, joined, anchors)
 
     def _reads(self, args: Sequence[Any], columns: int) -> tuple[dict, dict]:
@@ -239,6 +249,7 @@ class Packed:
         keys = []
         for index in self._key_inputs():
             value = batch.args[index].detach()
+            value = value.to(torch.uint8) if value.dtype == torch.bool else value
             if value.shape[0] != batch.rows:  # one row for all: a number a column
                 value = value.expand(batch.rows, *value.shape[1:])
             keys.append(value if value.dim() <= 2 else value.flatten(2))
@@ -258,7 +269,7 @@ class Packed:
         return make_plan(
             batch.mask, self._keys(batch) if layout != "varlen" else (), layout=layout,
             min_sharing=self.options.min_sharing,
-            flags=[*batch.flags, *(batch.real(name).sum() for name in batch.joined)],
+            flags=[*batch.flags.values(), *(batch.real(name).sum() for name in batch.joined)],
             reads=[r for s, r in batch.reads.items() if s != "L"],
         )  # fmt: skip
 
@@ -280,8 +291,9 @@ class Packed:
             ),
             lambda: self.make_plan(batch, layout),
         )  # fmt: skip
-        if any(plan.flags[: len(batch.flags)]):
-            raise Fallback("the padding mask has values other than 0 and 1")
+        for why, value in zip(batch.flags, plan.flags, strict=False):
+            if value:
+                raise Fallback(why)
         return plan
 
     def _not_shared(self, batch: Batch) -> str | None:
@@ -510,7 +522,7 @@ class Packed:
         for item in self._tokens:
             args[item.index] = args[item.index][rows]
         return Batch(
-            args, len(rows), batch.columns, batch.mask[rows], [], batch.reads, batch.joined,
+            args, len(rows), batch.columns, batch.mask[rows], {}, batch.reads, batch.joined,
             batch.anchors,
         )  # fmt: skip
 
@@ -581,6 +593,22 @@ class Packed:
             "packing off.",
         )
         raise Fallback(f"a check failed: {why}")
+
+
+_TORN = (
+    "a hole in the mask parts a token from the one before it (prompts padded on the right, before their "
+    "completions?), and slices side by side read the hole: such numbers belong to no token; pad prompts "
+    "on the left"
+)
+
+
+def _torn(mask: Tensor, ranges: list[tuple[int, int]]) -> Tensor:
+    """Whether, of slices side by side, the first has a hole where another has a token with a token
+    before it in its row."""
+    first, *others = sorted(ranges)
+    hole, place = ~mask[:, slice(*first)], mask.cumsum(1)
+    found = [(mask[:, slice(*r)] & (place[:, slice(*r)] > 1) & hole).any() for r in others]
+    return torch.stack(found).any() if found else mask.new_zeros(())
 
 
 @dataclass

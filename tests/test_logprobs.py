@@ -131,7 +131,6 @@ def test_a_number_of_columns_that_cannot_be_kept(keep):
 
 HEADS = {
     "plain": {},
-    "bias": {"bias": True},
     "softcap": {"softcap": 3.0, "bias": True},
     "logit scale": {"scale": 0.25},
 }
@@ -376,6 +375,44 @@ def test_slices_whose_lengths_part_run_padded():
             real = mask[:, -b:].bool() if a == b else torch.ones_like(ids[:, -b:], dtype=torch.bool)
             assert float((got - want)[real].abs().max()) < 2e-5
     assert "differently" in fx_packing.report().graphs[-1].reason
+
+
+def test_a_hole_between_a_token_and_the_one_before_it_runs_padded():
+    """Prompts padded on the right, then completions: the logits before a completion's first token are
+    those of a pad, padded or not; nothing packed could be right."""
+    model = tiny.build("llama")
+    ids, mask = shared_batch("right")
+    mask = mask.clone()
+    mask[:2, 4:6], mask[:2, 6:9] = 0, 1
+    packed = compiled(per_token_logps)
+    with torch.no_grad():
+        got, want = packed(model, ids, mask, 22), per_token_logps(model, ids, mask, 22)
+    assert torch.allclose(got, want, atol=1e-6)
+    graph = fx_packing.report().graphs[-1]
+    assert graph.rewritten and graph.runs == {"padded": 1} and "hole" in graph.last.reason
+
+
+def test_a_bool_mask():
+    model = tiny.build("llama")
+    ids, mask = shared_batch("left")
+    with torch.no_grad():
+        got = compiled(per_token_logps, layout="prefix")(model, ids, mask.bool(), KEEP)
+        want = per_token_logps(model, ids, mask, KEEP)
+    known = (mask[:, -KEEP:] * mask[:, -KEEP - 1 : -1]).bool()
+    assert float((got - want)[known].abs().max()) < 2e-5
+    assert last().runs == {"prefix": 1}
+
+
+def test_another_temperature_runs_padded_and_says_so():
+    model = tiny.build("llama")
+    ids, mask = shared_batch("left")
+    packed = torch.compile(per_token_logps, backend="grpo_pack", options={"inner": "eager"}, dynamic=True)
+    with torch.no_grad(), pytest.warns(UserWarning, match="temperature.*changed from 0.9.*dynamic=False"):
+        for temperature in (0.9, 0.8):
+            got = packed(model, ids, mask, KEEP, temperature=temperature)
+            want = per_token_logps(model, ids, mask, KEEP, temperature=temperature)
+            known = (mask[:, -KEEP:] * mask[:, -KEEP - 1 : -1]).bool()
+            assert float((got - want)[known].abs().max()) < 2e-5
 
 
 # -- tiles by themselves ---------------------------------------------------------------------------

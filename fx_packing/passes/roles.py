@@ -506,6 +506,7 @@ class _Solver:
         symbol = symbol or next(same, None) or self._symbol(captured)
         if length > 1000 and length != roles.primes[symbol]:
             roles.lengths[length] = symbol
+        roles.captured[symbol] = captured  # of ``-K:`` with K = 0 all columns, where K itself is 0
         roles.lines.add(symbol)
         return symbol
 
