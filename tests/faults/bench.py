@@ -13,7 +13,7 @@ import tiny
 import torch
 import torch.nn.functional as F
 from packing import compiled, forget_runs, messages
-from torch import Tensor
+from torch import Tensor, nn
 
 import fx_packing
 from fx_packing import runtime
@@ -73,7 +73,7 @@ class Setting:
     keep: int = 0  # the columns at the end whose logits are wanted; 0: all
     options: tuple[tuple[str, object], ...] = ()
     inputs: str = "ids"  # or "positions", their own in every other row, or "embeddings" for ids
-    outputs: str = "logits"  # "logits", or "hidden": those of each layer as well
+    outputs: str = "logits"  # or "hidden", with those of each layer, or "logps", of the tokens kept
     dynamic: bool = False
     device: str = "cpu"
 
@@ -178,6 +178,9 @@ class Subject:
             return forward
 
         given = self._given(model, batch)
+        if self.setting.outputs == "logps":
+            with torch.set_grad_enabled(self.setting.training):
+                return self._result(model, batch, [_logps_alone(model, batch, keep)], given)
         count = len(self._outputs(model(given, attention_mask=batch.mask, **kwargs)))
         with torch.set_grad_enabled(self.setting.training):
             values = [tiny.per_row(output(i), given, batch.mask, **kwargs) for i in range(count)]
@@ -225,7 +228,7 @@ class Subject:
         return [tiny.logits_of(output), *hidden]
 
     def _result(self, model, batch: tiny.Batch, values: list[Tensor], given: Tensor) -> Result:
-        values = [v * batch.mask[:, -v.shape[1] :, None] for v in values]
+        values = [v * batch.mask[:, -v.shape[1] :].view(v.shape[:2] + (1,) * (v.dim() - 2)) for v in values]
         if not self.setting.training:
             return Result(values, None)
         g = tiny.generator(5)
@@ -236,6 +239,24 @@ class Subject:
         found = torch.autograd.grad(loss, parameters, allow_unused=True)
         found = [torch.zeros_like(p) if f is None else f for p, f in zip(parameters, found, strict=True)]
         return Result([v.detach() for v in values], dict(zip(names, found, strict=True)))
+
+
+class _LogProbs(nn.Module):
+    """The log-probabilities of the last tokens under a model, all that is wanted of it."""
+
+    def __init__(self, model: nn.Module) -> None:
+        super().__init__()
+        self.model = model
+
+    def forward(self, ids: Tensor, attention_mask: Tensor, logits_to_keep: int, use_cache: bool) -> Tensor:
+        return fx_packing.per_token_logps(self.model, ids, attention_mask, logits_to_keep)
+
+
+def _logps_alone(model: _LogProbs, batch: tiny.Batch, keep: int) -> Tensor:
+    """The same of each row by itself; the token before the first one kept must be real."""
+    logits = tiny.per_row(model.model, *batch)[:, -keep - 1 : -1]
+    targets = batch.ids[:, -keep:, None]
+    return logits.log_softmax(-1).gather(-1, targets)[..., 0] * batch.mask[:, -keep:]
 
 
 class _FromEmbeddings(tiny.PlainDecoder):
@@ -264,6 +285,8 @@ def _model(setting: Setting, seed: int):
         if setting.dtype == torch.bfloat16:
             own["initializer_range"] = 0.05
         model = tiny.build(setting.family, seed=seed, **own)
+    if setting.outputs == "logps":
+        model = _LogProbs(model)
     return model.to(setting.dtype)
 
 

@@ -22,6 +22,7 @@ import dataclasses
 import operator
 from collections.abc import Callable
 
+import bench
 import pytest
 import tiny
 import torch
@@ -37,6 +38,7 @@ from seams import (
     in_module,
     in_plan,
     in_runs,
+    in_tail,
     inputs_of,
     method,
     nodes,
@@ -47,7 +49,7 @@ from seams import (
 from torch import Tensor
 from torch.fx import Graph, Node
 
-from fx_packing import runtime, verdicts
+from fx_packing import runtime, tiles, verdicts
 from fx_packing.attention import segments
 from fx_packing.forest import Plan, Read
 from fx_packing.masks import BLOCK
@@ -75,6 +77,7 @@ embeddings = Setting(layout="varlen", training=True, inputs="embeddings")
 capped = Setting(layout="varlen", options=(("max_tokens", 60),))
 growing = Setting(dynamic=True)
 llama = Setting("llama", training=True, keep=LAST)
+logps = Setting("llama", training=True, keep=COMPLETION, outputs="logps")
 llama_in_half = Setting("llama", training=True, dtype=HALF)
 layers = Setting("llama", outputs="hidden")
 qwen3 = Setting("qwen3", "varlen", training=True)
@@ -493,6 +496,67 @@ fault("two outputs exchanged", "graph", layers, in_graph(outputs_exchanged))
 fault("an epsilon wrong", "graph", tail, in_graph(epsilon))
 
 
+# -- the tail: from the LM head to log-probabilities, in tiles of tokens ----------------------------
+
+
+def one_slice_off(real):
+    """The ids of the tokens and the logits that they are looked up in come one entry apart."""
+
+    def entries(self, batch, plan, columns):
+        found = real(self, batch, plan, columns)
+        first, *rest = found.index
+        assert rest
+        return dataclasses.replace(found, index=found.index | {first: found.index[first].roll(1)})
+
+    return entries
+
+
+def entries_exchanged(real):
+    """Two rows get each other's numbers."""
+
+    def entries(self, batch, plan, columns):
+        found = real(self, batch, plan, columns)
+        slot = found.slot.clone()
+        if len(slot) == bench.ROWS:
+            slot[[3, 7]] = slot[[7, 3]]
+        return dataclasses.replace(found, slot=slot)
+
+    return entries
+
+
+def second_tile_early(real):
+    def bounds(tokens, width):
+        found = real(tokens, width)
+        return [found[0], *((low - 1, high - 1) for low, high in found[1:])]
+
+    return bounds
+
+
+def last_tile_only(total, left, right):
+    total.copy_(left.T @ right)
+
+
+def first_tile_lost(real):
+    def add(self, low, high, *given):
+        real(self, low, high, *given)
+        if low == 0:
+            self.hidden.narrow(self.hidden_dim, low, high - low).zero_()
+
+    return add
+
+
+def warmer(graph):
+    """The logits are divided by another temperature."""
+    (node,) = nodes(graph, operator.truediv)
+    node.args = (node.args[0], node.args[1] * 1.25)
+
+
+fault("ids and logits one entry apart", "tail", logps, in_function(Packed, "_entries", one_slice_off))
+fault("numbers of two rows exchanged", "tail", logps, in_function(Packed, "_entries", entries_exchanged))
+fault("a tile one token early", "tail", logps, in_function(tiles, "tile_bounds", second_tile_early))
+fault("another temperature", "tail", logps, in_tail(warmer))
+
+
 # -- gradients: the values are right ---------------------------------------------------------------
 
 
@@ -604,10 +668,14 @@ def in_prefix(real):
 
 
 detached = method("detach")
+last_tile = in_function(tiles, "_add_product", lambda real: last_tile_only)
 given_once = in_function(segments, "_give", lambda real: kept_once)
 GRADIENTS: list[tuple[str, Setting, Inject]] = [
     ("of a shared token counted once instead of G times", llama, scatter_gradient(once)),
     ("of a shared token counted once, half precision", llama_in_half, scatter_gradient(once)),
+    ("of the last prompt token counted once, in the tail", logps, scatter_gradient(once)),
+    ("of the head from the last tile alone", logps, last_tile),
+    ("of the first tile lost", logps, in_function(tiles._Totals, "add", first_tile_lost)),
     ("of one row lost", qwen3, scatter_gradient(one_row_of_gradients)),
     ("added up one token off", qwen3, scatter_gradient(lambda index, grad: (index.roll(1), grad))),
     ("of shared keys and values from one completion only", llama, given_once),

@@ -17,7 +17,9 @@ from torch.fx import Graph, GraphModule, Node
 
 from fx_packing import passes, runtime
 from fx_packing.attention import segments
+from fx_packing.capture import Capture
 from fx_packing.forest import Plan
+from fx_packing.passes.flatten import FlatGraph, TailGraph
 
 _numbers = itertools.count()
 Inject = Callable[[pytest.MonkeyPatch, Subject], None]
@@ -32,7 +34,7 @@ class Fault:
     """
 
     name: str
-    changes: str  # "plan", "kernel", "positions", "graph", "way in", "way out", "gradient", "state"
+    changes: str  # "plan", "positions", "way in", "way out", "kernel", "graph", "tail", "gradient", "state"
     setting: Setting
     inject: Inject
     gradient: bool = False
@@ -82,28 +84,41 @@ def in_runs(change: Callable[[list[list[int]]], None]) -> Inject:
 
 def in_graph(change: Callable[[Graph], None]) -> Inject:
     """`change` edits the flat graph after it was written, before it is compiled."""
-
-    def inject(patch: pytest.MonkeyPatch, subject: Subject) -> None:
-        in_module(lambda gm: change(gm.graph))(patch, subject)
-
-    return inject
+    return in_module(lambda gm: change(gm.graph))
 
 
 def in_module(change: Callable[[GraphModule], None]) -> Inject:
     """As `in_graph`, on the module."""
 
+    def edit(flat: FlatGraph, capture: Capture) -> FlatGraph:
+        for node, key in zip(flat.gm.graph.find_nodes(op="placeholder"), flat.inputs, strict=True):
+            node.meta["from"] = capture.inputs[key[1]].source if key[0] == "input" else ""
+        change(flat.gm)
+        return flat
+
+    return _written_anew(edit)
+
+
+def in_tail(change: Callable[[Graph], None]) -> Inject:
+    """`change` edits the graph of what comes after the LM head, which runs in tiles of tokens."""
+
+    def edit(flat: FlatGraph, capture: Capture) -> TailGraph:
+        change(flat.tail.gm.graph)
+        return flat.tail
+
+    return _written_anew(edit)
+
+
+def _written_anew(edit: Callable[[FlatGraph, Capture], FlatGraph | TailGraph]) -> Inject:
     def inject(patch: pytest.MonkeyPatch, subject: Subject) -> None:
         real, number = passes.flatten, next(_numbers)
 
-        def flatten(*args, **kwargs):
-            flat = real(*args, **kwargs)
-            capture = args[0]
-            for node, key in zip(flat.gm.graph.find_nodes(op="placeholder"), flat.inputs, strict=True):
-                node.meta["from"] = capture.inputs[key[1]].source if key[0] == "input" else ""
-            change(flat.gm)
-            flat.gm.graph.lint()
-            flat.gm.recompile()
-            flat.structure += f" with fault {number}"  # equal graphs are compiled once
+        def flatten(capture, *args, **kwargs):
+            flat = real(capture, *args, **kwargs)
+            edited = edit(flat, capture)
+            edited.gm.graph.lint()
+            edited.gm.recompile()
+            edited.structure += f" with fault {number}"  # equal graphs are compiled once
             return flat
 
         patch.setattr(passes, "flatten", flatten)

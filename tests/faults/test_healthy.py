@@ -17,7 +17,7 @@ from transformers import LlamaConfig, LlamaForCausalLM
 
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "autocast": torch.float32}
 # What each family adds: biases, norms of queries and keys, windows, learned positions, soft caps and
-# attention spelled out (which is refused in bfloat16, so Gemma 2 is not here).
+# attention spelled out.
 SETTINGS = [
     (family, *mode.split())
     for family, modes in {
@@ -27,7 +27,7 @@ SETTINGS = [
         "qwen3": ("float32 score", "bfloat16 score", "autocast score"),
         "mistral": ("float32 score", "bfloat16 train", "autocast score"),
         "gpt2": ("float32 score", "float32 train", "bfloat16 train", "autocast train"),
-        "gemma2": ("float32 score", "float32 train", "autocast train"),
+        "gemma2": ("float32 score", "bfloat16 train", "autocast train"),
     }.items()
     for mode in modes
 ]  # fmt: skip
@@ -117,7 +117,7 @@ def test_what_the_checks_said(record_property):
     record_property(
         "told",
         f"healthy batches: {seen['batches']}; checks passed: {seen['passed']}, left open: "
-        f"{seen['left open']}; false alarms: {seen['failed']}"
+        f"{seen['left open']}; false alarms: {seen['failed']}",
     )
     assert len(SETTINGS) * EACH >= 200
     assert seen["batches"] and seen["failed"] == 0
@@ -139,10 +139,8 @@ def test_no_false_alarm_at_the_size_of_a_small_model(numbers, mode, rollouts):
         model = LlamaForCausalLM(config).to(DTYPES[numbers])
     packed = functools.partial(packing.compiled(dynamic=True, verify="always"), model)
     ids, mask, keep = (rollouts[k] for k in ("input_ids", "attention_mask", "logits_to_keep"))
-    made = tiny.group_batch((40, 13), 3, 30, vocab=49152)
     for name, batch, columns, layout in (
-        ("rollouts", tiny.Batch(ids, mask), keep, "prefix"),
-        ("groups", tiny.Batch(made.ids, made.mask), 31, "prefix"),
+        ("rollouts", tiny.Batch(ids[::2].clone(), mask[::2].clone()), keep, "prefix"),
         ("left", tiny.batch("left", rows=6, length=70, vocab=49152), 20, "varlen"),
     ):
         how = dict(notes=True, use_cache=False, logits_to_keep=columns)
