@@ -10,7 +10,8 @@ proves, compiles and checks; its seconds are given apart). Every run gets tensor
 a packed one makes its own plan. Memory is the peak of torch's allocator.
 
 ``prefix+tiles`` is `per_token_logps` compiled whole, its tail in the graph's own tiles;
-``prefix+one`` is the same with one tile of all tokens.
+``prefix+one`` is the same with one tile of all tokens. ``by_hand`` is the yardstick of `by_hand.py`:
+shared prompts written by hand for these batches, the tree made before the time is taken.
 
 ``--ways`` and ``--batches`` choose rows; ``--out`` keeps the rows that it already holds of the same card
 and versions, each with its date.
@@ -26,6 +27,7 @@ import time
 from pathlib import Path
 from types import SimpleNamespace
 
+import by_hand
 import torch
 import torch.nn.functional as F
 import transformers
@@ -110,6 +112,15 @@ def step(trunk, model, ids, mask, keep, backward):
     return logps.detach()
 
 
+def by_hand_step(trunk, model, tree, backward):
+    hidden = trunk(input_ids=tree.ids, position_ids=tree.positions, attention_mask=tree.mask, use_cache=False)
+    logps = tail(hidden.last_hidden_state[0][tree.read], model.lm_head.weight, tree.targets)
+    if backward:
+        logps.mean().backward()
+        model.zero_grad(set_to_none=True)
+    return logps.detach()
+
+
 def measure(function, device, repeats):
     """``ms, GiB``: the best time and the peak memory of a call."""
     if device == "cpu":
@@ -128,11 +139,12 @@ def measure(function, device, repeats):
     return min(times), torch.cuda.max_memory_allocated() / 2**30
 
 
-def compile_trunk(model, options, device):
+def compile_trunk(model, options, device, by_hand_way=False):
     """The trunk of one way, compiled afresh: under plain Inductor if there are no options."""
     torch._dynamo.reset()
     fx_packing.reset()
     torch.compiler.set_stance("force_eager" if options is None and device == "cpu" else "default")
+    model.set_attn_implementation("by_hand" if by_hand_way else "sdpa")
     if options is None:
         return torch.compile(model.model, dynamic=False)
     if options.pop("whole", False):
@@ -147,8 +159,16 @@ def run(trunk, model, spec, repeats, device):
     shape = len(ids), ids.numel()
     result = {"rows": len(ids), "columns": ids.shape[1], "real": int(mask.sum())}
     checked = len(verifications())
+    tree = None
+    if model.config._attn_implementation == "by_hand":
+        tree = by_hand.build_tree(ids, mask, keep, spec[1])
+        result |= {"ran": "by hand", "kernel": "flex", "run": tree.tokens}
     for key, backward in (("forward", False), ("both", True)):
-        once = lambda: step(trunk, model, ids.clone(), mask.clone(), keep, backward)  # noqa: B023, E731
+        once = lambda: (  # noqa: E731
+            by_hand_step(trunk, model, tree, backward)  # noqa: B023
+            if tree
+            else step(trunk, model, ids.clone(), mask.clone(), keep, backward)  # noqa: B023
+        )
         with torch.set_grad_enabled(backward):
             began = time.perf_counter()
             logps = once().cpu()  # waits for the GPU
@@ -213,13 +233,13 @@ def main() -> None:
     first: dict[str, tuple[str, torch.Tensor]] = {}  # of each batch: the way measured first, its result
     for way in args.ways.split(","):
         layout, _, tail = way.partition("+")
-        options = None if way == "padded" else {"layout": layout, "verify": args.verify}
+        options = None if way in ("padded", "by_hand") else {"layout": layout, "verify": args.verify}
         if tail:  # the log-probabilities in the graph, in tiles or in one piece
             options["whole"] = True
             tiles._ELEMENTS = 1 << (28 if tail == "tiles" else 62)
         if options and device == "cpu":
             options["inner"] = "aot_eager"
-        trunk = compile_trunk(model, options, device)
+        trunk = compile_trunk(model, options, device, way == "by_hand")
         for batch in args.batches.split(","):
             result, logps = run(trunk, model, (TOY if args.toy else BATCHES)[batch], args.repeats, device)
             result = {"batch": batch, "way": way, "date": datetime.date.today().isoformat(), **result}

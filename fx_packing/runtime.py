@@ -7,7 +7,7 @@ import weakref
 from collections import OrderedDict
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NoReturn
 
 import torch
 from torch import Tensor
@@ -64,6 +64,7 @@ class Packed:
         self.verdicts = Verdicts()
         self.noted = False  # whether padded and per-row numbers were compared
         self._tiles = 0  # of the latest run
+        self._told: list[tuple[str, str]] = []  # warnings to give at the end of this call
         self._padded: Compiled | None = None
         self._off: dict[tuple, tuple[int, str]] = {}  # (layout, training) -> from T on, why
         self._lock = threading.RLock()
@@ -91,9 +92,12 @@ class Packed:
         try:
             batch = self._read(args)
             with self._lock:
-                return self._run(batch)
+                result = self._run(batch)
         except Fallback as reason:
-            return self._run_padded(args, str(reason))
+            result = self._run_padded(args, str(reason))
+        while self._told:
+            report.warn_once(*self._told.pop(0))
+        return result
 
     def _run(self, batch: Batch) -> Any:
         training, plan = torch.is_grad_enabled(), None
@@ -116,7 +120,7 @@ class Packed:
             mode = (plan.layout, training)
             verdict = self.verdicts.of([batch.args[i] for i in self._modules], mode)
             low, why = self._off.get(mode, (plan.length + 1, ""))
-            why = why if plan.length >= low else verdict.blocks(_extent(plan))
+            why = why if plan.length >= low else verdict.blocks(_extent(batch, plan))
             if why is None:
                 return plan, verdict, skipped and f"not {self.options.layout}: {skipped}"
             skipped = skipped or why
@@ -129,12 +133,19 @@ class Packed:
     ) -> Any:
         flat = self._flat(plan, batch)
         parts = self._parts(batch, plan, flat)
-        due = {"never": False, "always": True}.get(self.options.verify, verdict.due(_extent(plan)))
+        due = {"never": False, "always": True}.get(self.options.verify, verdict.due(_extent(batch, plan)))
         if due and training:  # on leaves of its own, before anything of this call is kept for backward
-            self._check(batch, plan, flat, parts, None, verdict)
-        outputs = self.execute(batch, plan, flat, parts)
-        if due and not training:
-            self._check(batch, plan, flat, parts, outputs, verdict)
+            checked = self._check(batch, plan, flat, parts, None, verdict)
+            outputs = self.execute(batch, plan, flat, parts)
+            wrong = verify.confirm(checked, outputs)
+            if wrong is not None:
+                self.record.verifications.append(wrong)
+                self._found_wrong(wrong, _extent(batch, plan), verdict, small=False)
+            del checked
+        else:
+            outputs = self.execute(batch, plan, flat, parts)
+            if due:
+                self._check(batch, plan, flat, parts, outputs, verdict)
         sizes = [p.run_tokens for p in parts] if parts else [plan.run_tokens]
         self.record.ran(
             report.Run(
@@ -170,7 +181,7 @@ class Packed:
         result = self._run_padded(batch.args, why)  # an error of the captured graph itself passes on
         mode = (plan.layout if plan else None, training)
         self._off[mode] = (plan.length if plan and out_of_memory else 0, why)
-        report.warn_once(f"{id(self)} {mode}", f"{self.record.title}: {why}")
+        self._tell(f"{id(self)} {mode}", why)
         return result
 
     # -- reading the call --------------------------------------------------------------------------
@@ -189,10 +200,10 @@ class Packed:
             source = self.capture.by_node[self.capture.resolve(node.args[0])]
             if args[source.index].item() != value:
                 why = f"{source.source} changed from {value} since the graph was captured"
-                report.warn_once(
+                self._tell(
                     f"{source.source} changed",
-                    f"{self.record.title}: {why}, and became part of what is compiled: such calls run as "
-                    "captured. Compile with dynamic=False, which captures each value anew, or keep it fixed",
+                    f"{why}, and became part of what is compiled: such calls run as captured. Compile with "
+                    "dynamic=False, which captures each value anew, or keep it fixed",
                 )
                 raise Fallback(why)
         padding = self.analysis.padding
@@ -287,7 +298,7 @@ class Packed:
             sources,
             (
                 layout, self.options.positions, self.options.min_sharing, tuple(reads),
-                padding is None, len(read),
+                padding is None, len(read), tuple(batch.flags), tuple(batch.joined.items()),
             ),
             lambda: self.make_plan(batch, layout),
         )  # fmt: skip
@@ -556,9 +567,9 @@ class Packed:
         parts: list[Plan] | None,
         outputs: tuple[Any, ...] | None,
         verdict: Verdict,
-    ) -> None:
+    ) -> verify.Outcome:
         """Raises `Fallback` where the packed result is wrong, now and from now on."""
-        name, extent = self.record.title, _extent(plan)
+        extent = _extent(batch, plan)
         try:
             outcome = verify.check(
                 self, batch, plan, flat, parts=parts, outputs=outputs, training=outputs is None
@@ -570,29 +581,38 @@ class Packed:
             self.record.verifications.append(
                 report.Verification(plan.layout, None, None, outputs is None, False, why)
             )
-            report.warn_once(f"{id(self)} memory", f"{name}: {why}, which is left for a later batch")
-            return
+            self._tell(f"{id(self)} memory", f"{why}, which is left for a later batch")
+            return verify.Outcome()
         self.record.verifications += outcome.records
         if outcome.note is not None:
-            report.warn_once(f"{self.record.model} padding", f"{name}: {outcome.note}.")
-        wrong = outcome.wrong
-        if wrong is None:
-            verdict.passed(extent) if outcome.passed else verdict.left_open()
-            return
+            self._tell(f"{self.record.model} padding", f"{outcome.note}.")
+        if outcome.wrong is not None:
+            self._found_wrong(outcome.wrong, extent, verdict, small=outcome.small)
+        verdict.passed(extent) if outcome.passed else verdict.left_open()
+        return outcome
+
+    def _found_wrong(
+        self, wrong: report.Verification, extent: Extent, verdict: Verdict, *, small: bool
+    ) -> NoReturn:
         what = "gradients" if wrong.gradients else "results"
         why = (
-            f"the {what} of layout {plan.layout} differ from those of the captured graph by "
+            f"the {what} of layout {wrong.layout} differ from those of the captured graph by "
             f"{wrong.max_error:.3g}, allowed {wrong.tolerance:.3g} ({wrong.why})"
         )
-        verdict.failed(extent, why, small=outcome.small)
+        verdict.failed(extent, why, small=small)
         end = "for good" if verdict.off else "from these lengths on"
-        report.warn_once(
-            f"{id(self)} {plan.layout} {what} wrong",
-            f"{name}: {why}. For these parameters it runs as captured {end}, this batch included. Please "
+        self._tell(
+            f"{id(self)} {wrong.layout} {what} wrong",
+            f"{why}. For these parameters it runs as captured {end}, this batch included. Please "
             'report it with fx_packing.report(); options={"layout": "padded"} or enabled=False switches '
             "packing off.",
         )
         raise Fallback(f"a check failed: {why}")
+
+    def _tell(self, key: str, text: str) -> None:
+        """A warning for when the call has its result: where warnings are errors, one in its midst would
+        pass for a packed graph that failed."""
+        self._told.append((key, f"{self.record.title}: {text}"))
 
 
 _TORN = (
@@ -639,8 +659,10 @@ def _within(parent: Read, child: Read, stored: int) -> Tensor:
     return place[child.index]
 
 
-def _extent(plan: Plan) -> Extent:
-    return Extent(plan.run_tokens, plan.longest, plan.rows)
+def _extent(batch: Batch, plan: Plan) -> Extent:
+    entries = plan.flags[len(batch.flags) :]  # of slices side by side
+    read = max((*(r.tokens for r in plan.reads), *entries), default=0)
+    return Extent(plan.run_tokens, plan.longest, plan.rows, read)
 
 
 def _gather(batch: Batch, plan: Plan, value: Tensor, dim: int) -> Tensor:

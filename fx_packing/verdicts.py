@@ -25,6 +25,7 @@ class Extent(NamedTuple):
     tokens: int  # T, as stored
     longest: int  # tokens of the longest row
     rows: int
+    read: int = 0  # tokens whose result is read through a slice of the sequence, of the widest one
 
     def within(self, other: Extent) -> bool:
         """Whether each size is at most the other's, give or take the growth that is vouched for."""
@@ -86,7 +87,10 @@ class Verdict:
         if not any(grown):
             grown = (True, True)
         found = Extent(
-            extent.tokens if grown[0] else never, extent.longest if grown[1] else never, extent.rows
+            extent.tokens if grown[0] else never,
+            extent.longest if grown[1] else never,
+            extent.rows,
+            extent.read,
         )
         self.unsafe = found if self.unsafe is None else Extent(*map(min, self.unsafe, found))
 

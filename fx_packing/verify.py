@@ -50,11 +50,13 @@ _CHUNK = 1 << 24  # elements compared at a time
 class Outcome:
     """What one check found: a record for the values, in training one for the gradients. `small`:
     whether a mismatch is far smaller than that of wrong boundaries. `note`: a difference between the
-    captured batch and its rows that the user should know of."""
+    captured batch and its rows that the user should know of. `outputs`: what was compared, if a run
+    that follows has to give the same."""
 
     records: list[Verification] = field(default_factory=list)
     small: bool = False
     note: str | None = None
+    outputs: tuple[Any, ...] | None = None
 
     @property
     def passed(self) -> bool:
@@ -86,6 +88,25 @@ def check(
     """
     with torch.set_grad_enabled(training):
         return _Check(packed, batch, plan, flat, training).run(parts, outputs)
+
+
+def confirm(outcome: Outcome, outputs: Sequence[Any]) -> Verification | None:
+    """What is wrong with the outputs of a run that repeats one that passed; None if nothing is.
+
+    In training the check runs before the call, on leaves of its own. The same kernels on the same plan
+    give the same bits, so only what one run leaves behind for the next can tell them apart.
+    """
+    if outcome.outputs is None:
+        return None
+    pairs = [(a, b) for a, b in zip(outputs, outcome.outputs, strict=True) if isinstance(a, Tensor)]
+    pairs = [(a.detach(), b) for a, b in pairs if a.is_floating_point()]
+    errors = [_distance(a, b) for a, b in pairs]
+    error = max((e if isfinite(e) else inf for e in errors), default=0.0)
+    first = outcome.records[0]
+    if error <= (first.tolerance or 0.0):
+        return None
+    why = "the run after the check, compared with the one that was checked"
+    return dataclasses.replace(first, max_error=error, passed=False, why=why)
 
 
 class _Check:
@@ -146,14 +167,14 @@ class _Check:
         # Results of a few units in the last place of the largest one are always allowed: the measured
         # noise can be zero where both evaluations of the reference happen to run the same kernels.
         dtype = outputs[self.wanted[0]].dtype
-        self.allowed = max(
-            _NOISE * self.noise, _ROUNDING * self.rounding, _units(dtype) * self.scale
-        )
+        self.allowed = max(_NOISE * self.noise, _ROUNDING * self.rounding, _units(dtype) * self.scale)
         outcome = Outcome([self._values(alone)], note=self._note(alone))
         if probe is not None and not outcome.wrong:
             record = _compare_gradients(self.packed, self.leaves.places, sketches, dtype)
             outcome.records.append(dataclasses.replace(record, layout=self.plan.layout))
         outcome.small = bool(outcome.wrong) and self.error * _CONTROL < self.control
+        if outcome.passed and not self.dropout:
+            outcome.outputs = outputs
         return outcome
 
     def _evaluated(

@@ -447,6 +447,19 @@ def test_padding_that_moves_the_numbers_is_said_once():
     assert not told(seen) and checks()[-1].passed
 
 
+def test_warnings_as_errors_do_not_switch_packing_off():
+    model, batch = tiny.build("gpt2"), shared_batch("left")
+    packed = pack(model)
+    kwargs = dict(input_ids=batch.ids, attention_mask=batch.mask, use_cache=False)
+    with torch.no_grad(), warnings.catch_warnings():
+        warnings.simplefilter("error", UserWarning)
+        with pytest.raises(UserWarning, match="padding moves its numbers"):
+            packed(**kwargs)
+        packed(**kwargs)
+    assert checks()[-1].passed
+    assert fx_packing.report().graphs[-1].runs == {"prefix": 2}
+
+
 def test_a_reference_that_is_broken_by_padding_is_survived(monkeypatch):
     """Rows whose numbers padding breaks (masks that overflow to -inf do) are evaluated alone."""
     model, batch = decoder_pair()

@@ -2,13 +2,18 @@
 
 from __future__ import annotations
 
+import dataclasses
+
 import bench
 import packing
 import pytest
+import tiny
 import torch
 from bench import Setting, subject
-from catalogue import FAULTS
-from seams import Fault
+from catalogue import FAULTS, LAST
+from seams import Fault, in_function, in_plan
+
+from fx_packing.runtime import Packed
 
 #: How far from the truth a fault must lead, relative to the largest result (or gradient): a thousand
 #: times what a healthy run shows.
@@ -87,6 +92,54 @@ def test_a_fault_is_caught_at_its_first_execution(fault: Fault, monkeypatch):
     assert not told and len(graph.verifications) == checks
     assert bench.ran()[-1].last.layout == "padded"
     killed[fault.name] = True
+
+
+def test_what_is_returned_is_what_was_checked(monkeypatch):
+    """In training the check runs before the call, which must not go wrong by what the check left."""
+    healthy = subject(Setting("llama", training=True, keep=LAST))
+
+    def spoils(real):
+        def positions(self, plan):
+            kept = plan.remember("spoilt", lambda: real(self, plan).clone())
+            found = kept.clone()
+            kept.view(-1)[32:] *= 2  # the second use finds other positions than the first
+            return found
+
+        return positions
+
+    in_function(Packed, "_positions", spoils)(monkeypatch, healthy)
+    packing.forget_runs()
+    with packing.messages() as told:
+        got = healthy.run()
+    assert min(max(got.distance(want)) for want in (healthy.right(), healthy.padded())) < 1e-5
+    assert bench.ran()[-1].last.layout == "padded" and len(told) == 1
+
+
+def test_more_columns_read_than_were_checked(monkeypatch):
+    """The tokens that a slice of the sequence reads are a size like any other."""
+    growing = packing.compiled(layout="prefix", dynamic=True)
+    model, batch = tiny.PlainDecoder(), bench.groups()
+
+    def beyond(plan):
+        if not plan.reads:
+            return {}
+        index = plan.reads[0].index.clone()
+        index[33:] = plan.reads[0].index[32:-1]
+        return {"reads": (dataclasses.replace(plan.reads[0], index=index),)}
+
+    def score(keep: int):
+        return growing(model, batch.ids, attention_mask=batch.mask, logits_to_keep=keep)
+
+    in_plan(beyond)(monkeypatch, None)
+    with torch.no_grad():
+        score(2)  # 32 tokens are read at most
+        assert [check.passed for check in bench.ran()[-1].verifications] == [True]
+        with packing.messages() as told:
+            got = score(12)
+        want = model(batch.ids, attention_mask=batch.mask, logits_to_keep=12)
+    real = batch.mask[:, -12:].bool()
+    assert float((got - want)[real].abs().max()) < 1e-3
+    assert bench.ran()[-1].last.layout == "padded" and len(told) == 1
 
 
 def test_all_faults_were_caught(record_property):
