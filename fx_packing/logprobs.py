@@ -53,13 +53,11 @@ def per_token_logps(
     return (found[0], found[1]) if entropy else found[0]
 
 
-@torch.compiler.assume_constant_result
 def _takes_logits_to_keep(model: Any) -> bool:
     """Whether the model can spare the logits that nobody reads; a compiled or wrapped one is asked by
     what it wraps."""
     for _ in range(4):
-        parameters = inspect.signature(model.forward).parameters
-        if "logits_to_keep" in parameters:
+        if _names_logits_to_keep(type(model)):
             return True
         inner = getattr(model, "_orig_mod", None) or getattr(model, "module", None)
         inner = inner or getattr(model, "base_model", None)
@@ -67,3 +65,9 @@ def _takes_logits_to_keep(model: Any) -> bool:
             return False
         model = inner
     return False
+
+
+@torch.compiler.assume_constant_result  # of a class: a module is no constant for Dynamo of torch 2.11
+def _names_logits_to_keep(kind: type) -> bool:
+    forward = getattr(kind, "forward", None)
+    return forward is not None and "logits_to_keep" in inspect.signature(forward).parameters
