@@ -237,6 +237,14 @@ def test_literal_slices_make_a_symbol(start, stop):
     assert g.roles(part) == ["B K0 6"]
 
 
+def test_a_long_slice_as_long_as_the_model_is_wide():
+    """The 1,024 columns of a completion, and the 1,024 of a key's heads."""
+    g = Hand(3, 1100, hidden=1024)
+    part = g.call(operator.getitem, g.x, (slice(None), slice(-1024, None)))
+    heads = g.method("view", g.x, 3, 1100, -1, 128)
+    assert g.roles(part, g.x, heads) == ["B K0 1024", "B L 1024", "B L 8 128"]
+
+
 def test_a_slice_of_everything_is_no_new_symbol():
     g = Hand(3, 7)
     part = g.call(operator.getitem, g.x, (slice(None), slice(None, 1024)))

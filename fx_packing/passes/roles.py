@@ -504,7 +504,8 @@ class _Solver:
         others = (s for s in roles.primes if s not in ("B", "L", parent))
         same = (s for s in others if roles.captured[s] == captured)
         symbol = symbol or next(same, None) or self._symbol(captured)
-        if length > 1000 and length != roles.primes[symbol]:
+        # A length that is the same number in the re-run, as of ``-1024:``, is read as any number is.
+        if length > 1000 and length not in (captured, roles.primes[symbol]):
             roles.lengths[length] = symbol
         roles.captured[symbol] = captured  # of ``-K:`` with K = 0 all columns, where K itself is 0
         roles.lines.add(symbol)
