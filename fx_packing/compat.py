@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import contextlib
 import logging
+import re
 import sys
 import threading
 from collections.abc import Callable, Iterator, Mapping
@@ -274,10 +275,41 @@ def any_length() -> dict[str, Any]:
 
 
 def force_recompile(gm: GraphModule) -> None:
-    """Generate the Python of a graph and of its bodies now: a lazy one cannot be traced."""
+    """Generate the Python of a graph and of its bodies now: a lazy one cannot be traced. Autocast
+    regions become ``with`` blocks: Dynamo of torch 2.11 does not trace the calls that it makes of them."""
     for module in gm.modules():
         if isinstance(module, GraphModule):
+            if not module.meta.get("fx_packing_blocks") and any(map(_enters_autocast, module.graph.nodes)):
+                module.meta["fx_packing_blocks"] = True
+                module.graph.on_generate_code(
+                    lambda before: lambda body: _autocast_blocks(before(body) if before else body)
+                )
             getattr(module, "real_recompile", module.recompile)()
+
+
+def _enters_autocast(node: Node) -> bool:
+    return node.target is torch.amp.autocast_mode._enter_autocast
+
+
+_ENTER = re.compile(r"(\w+) = torch\.amp\.autocast_mode\._enter_autocast\((.*?)\)(;.*)?$")
+_EXIT = re.compile(r"\w+ = torch\.amp\.autocast_mode\._exit_autocast\((\w+)\)(;.*)?$")
+
+
+def _autocast_blocks(body: list[str]) -> list[str]:
+    """The lines of a graph's Python with ``with torch.autocast(...)`` for what enters and exits it."""
+    lines: list[str] = []
+    open_blocks: list[str] = []
+    for line in "".join(body).splitlines():
+        indent = "    " * len(open_blocks)
+        if entered := _ENTER.match(line):
+            lines += [f"{indent}with torch.autocast({entered[2]}):", f"{indent}    pass"]
+            open_blocks.append(entered[1])
+        elif exited := _EXIT.match(line):
+            if not open_blocks or open_blocks.pop() != exited[1]:
+                return body  # not nested: left as it is
+        else:
+            lines.append(indent + line)
+    return body if open_blocks else [line + "\n" for line in lines]
 
 
 def dump_graph(name: str, make: Callable[[], GraphModule]) -> None:

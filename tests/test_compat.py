@@ -14,6 +14,7 @@ from torch import nn
 
 import fx_packing
 from fx_packing import compat, compat_kernels
+from fx_packing.inner import own_function
 from fx_packing.masks import BlockTensors
 
 
@@ -185,6 +186,30 @@ def test_dump_graph_and_a_lazy_graph_under_a_nested_compile(monkeypatch):
     assert record.metadata["artifact"]["name"] == "grpo_pack.test" and "def forward" in record.payload
     nested = torch.compile(lambda *args: gm(*args), backend="eager", fullgraph=True)
     assert nested(*inputs)[0].tolist() == [2.0, 2.0]
+
+
+def test_autocast_regions_become_blocks():
+    """Nested ones too; Dynamo traces the blocks, in torch 2.11 not the calls that it makes of them."""
+    from torch.amp.autocast_mode import _enter_autocast, _exit_autocast
+
+    graph = torch.fx.Graph()
+    x = graph.placeholder("x")
+    outer = graph.call_function(_enter_autocast, ("cpu", torch.bfloat16, True, None))
+    inner = graph.call_function(_enter_autocast, ("cpu", None, False, None))
+    kept = graph.call_function(torch.mm, (x, x))
+    graph.call_function(_exit_autocast, (inner,))
+    cast = graph.call_function(torch.mm, (x, x))
+    graph.call_function(_exit_autocast, (outer,))
+    graph.output((kept, cast, graph.call_function(torch.mm, (x, x))))
+    gm = torch.fx.GraphModule(nn.Module(), graph)
+    compat.force_recompile(gm)
+    compat.force_recompile(gm)  # once is enough
+    assert gm.code.count("with torch.autocast(") == 2 and "_autocast" not in gm.code
+    compiled = torch.compile(own_function(gm, "blocks"), backend="eager", fullgraph=True)
+    x = torch.randn(3, 3)
+    for function in (gm, compiled):
+        assert [y.dtype for y in function(x)] == [torch.float32, torch.bfloat16, torch.float32]
+        assert not torch.is_autocast_enabled("cpu")
 
 
 def test_count():
