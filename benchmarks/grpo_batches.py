@@ -10,8 +10,9 @@ proves, compiles and checks; its seconds are given apart). Every run gets tensor
 a packed one makes its own plan. Memory is the peak of torch's allocator.
 
 ``prefix+tiles`` is `per_token_logps` compiled whole, its tail in the graph's own tiles;
-``prefix+one`` is the same with one tile of all tokens. ``by_hand`` is the yardstick of `by_hand.py`:
-shared prompts written by hand for these batches, the tree made before the time is taken.
+``prefix+one`` is the same with one tile of all tokens. ``+kept`` gives every call the same tensors, as
+the old, reference and new passes of one step do, which share a plan. ``by_hand`` is the yardstick of
+`by_hand.py`: shared prompts written by hand for these batches, the tree made before the time is taken.
 
 ``--ways`` and ``--batches`` choose rows; ``--out`` keeps the rows that it already holds of the same card
 and versions, each with its date.
@@ -153,9 +154,10 @@ def compile_trunk(model, options, device, by_hand_way=False):
     return torch.compile(model.model, backend=grpo_pack, options=options)
 
 
-def run(trunk, model, spec, repeats, device):
+def run(trunk, model, spec, repeats, device, kept=False):
     """One row of the table, and the log-probabilities that it found."""
     ids, mask, keep = build_batch(*spec, model.config.vocab_size, device)
+    own = (lambda t: t) if kept else torch.clone
     shape = len(ids), ids.numel()
     result = {"rows": len(ids), "columns": ids.shape[1], "real": int(mask.sum())}
     checked = len(verifications())
@@ -167,7 +169,7 @@ def run(trunk, model, spec, repeats, device):
         once = lambda: (  # noqa: E731
             by_hand_step(trunk, model, tree, backward)  # noqa: B023
             if tree
-            else step(trunk, model, ids.clone(), mask.clone(), keep, backward)  # noqa: B023
+            else step(trunk, model, own(ids), own(mask), keep, backward)  # noqa: B023
         )
         with torch.set_grad_enabled(backward):
             began = time.perf_counter()
@@ -232,16 +234,17 @@ def main() -> None:
     model = build_model(2 if args.toy else args.layers, args.toy, device)
     first: dict[str, tuple[str, torch.Tensor]] = {}  # of each batch: the way measured first, its result
     for way in args.ways.split(","):
-        layout, _, tail = way.partition("+")
+        layout, *details = way.split("+")
         options = None if way in ("padded", "by_hand") else {"layout": layout, "verify": args.verify}
-        if tail:  # the log-probabilities in the graph, in tiles or in one piece
+        if "tiles" in details or "one" in details:  # the log-probabilities in the graph
             options["whole"] = True
-            tiles._ELEMENTS = 1 << (28 if tail == "tiles" else 62)
+            tiles._ELEMENTS = 1 << (62 if "one" in details else 28)
         if options and device == "cpu":
             options["inner"] = "aot_eager"
         trunk = compile_trunk(model, options, device, way == "by_hand")
         for batch in args.batches.split(","):
-            result, logps = run(trunk, model, (TOY if args.toy else BATCHES)[batch], args.repeats, device)
+            spec = (TOY if args.toy else BATCHES)[batch]
+            result, logps = run(trunk, model, spec, args.repeats, device, "kept" in details)
             result = {"batch": batch, "way": way, "date": datetime.date.today().isoformat(), **result}
             other, reference = first.setdefault(batch, (way, logps))
             if other != way:
