@@ -47,7 +47,9 @@ class GrpoPack:
         try:
             analysis = self._analyse(gm, example_inputs, parsed)
         except Refused as refusal:
-            return self._refuse(gm, example_inputs, parsed, record, str(refusal))
+            wanted = switch.ENABLED and parsed.enabled
+            heavy = wanted and capture.has_attention(gm)  # else a piece that nobody meant to pack
+            return self._refuse(gm, example_inputs, parsed, record, str(refusal), warn=heavy)
         record.rewritten = True
         record.attention = report.describe_attention(analysis.attention)
         record.guards = cap.guard(analysis, parsed)
@@ -77,6 +79,7 @@ class GrpoPack:
         options: Options,
         record: report.GraphReport,
         reason: str,
+        warn: bool = False,
     ) -> Callable[..., Any]:
         record.reason = reason
         report.log.info("%s runs as captured: %s", record.title, reason)
@@ -84,7 +87,7 @@ class GrpoPack:
         if options.on_refuse == "raise" and switch.ENABLED and options.enabled:
             raise PackingError(f"grpo_pack: {reason}")
         compiled = inner.compile_captured(gm, example_inputs, options.inner)
-        return watch.entered(runtime.AsCaptured(compiled, record, reason))
+        return watch.entered(runtime.AsCaptured(compiled, record, reason, warn))
 
     def reset(self) -> None:
         """Forget verdicts, counters, plans and compiled flat graphs; called by torch._dynamo.reset."""

@@ -756,8 +756,8 @@ def forget() -> None:
 class AsCaptured:
     """What Dynamo calls for a refused graph: the captured graph, compiled by the inner backend."""
 
-    def __init__(self, compiled: Any, record: report.GraphReport, reason: str) -> None:
-        self.compiled, self.record, self.reason = compiled, record, reason
+    def __init__(self, compiled: Any, record: report.GraphReport, reason: str, warn: bool) -> None:
+        self.compiled, self.record, self.reason, self.warn = compiled, record, reason, warn
         _alive.add(self)
 
     def forget(self) -> None:
@@ -770,4 +770,7 @@ class AsCaptured:
         tokens = shape[0] * shape[1]
         self.record.ran(report.Run("padded", shape[0], tokens, None, tokens, self.reason))
         compat.count("ran_padded")
+        if self.warn:
+            model, why = self.record.model, self.reason
+            report.warn_once(f"{model} {why}", f"{self.record.title} runs as captured: {why}")
         return result

@@ -13,7 +13,7 @@ import depyf
 import pytest
 import tiny
 import torch
-from packing import assert_packed, pack, shared_batch, stored_tokens
+from packing import assert_packed, messages, pack, shared_batch, stored_tokens
 from torch._dynamo.utils import counters
 
 import fx_packing
@@ -451,3 +451,22 @@ def test_a_mask_that_is_not_zero_and_one_runs_as_captured(value):
     assert float((got - model(batch.ids, mask))[batch.mask.bool()].detach().abs().max()) < 2e-5
     graph = fx_packing.report().graphs[-1]
     assert graph.last.layout == "padded" and "0 and 1" in graph.last.reason
+
+
+def test_a_refused_model_is_said_once_with_the_reason():
+    model = tiny.build("llama")
+    packed = pack(model, fullgraph=False)  # use_cache is left at True
+    with messages() as told, torch.no_grad():
+        for length in (26, 26, 31):
+            other = shared_batch("left", length=length)
+            packed(input_ids=other.ids, attention_mask=other.mask)
+    assert len(told) == 1 and "runs as captured" in told[0] and "use_cache=False" in told[0]
+    assert set(fx_packing.report().graphs[-1].runs) == {"padded"}
+
+
+def test_pieces_without_attention_and_what_is_switched_off_are_not_warned_of():
+    model, batch = tiny.build("llama"), shared_batch("left")
+    with messages() as told, torch.no_grad():
+        pack(lambda x: x.cumsum(1))(torch.ones(3, 5))
+        pack(model, enabled=False)(input_ids=batch.ids, attention_mask=batch.mask)
+    assert not told and [g.rewritten for g in fx_packing.report().graphs] == [False, False]
