@@ -160,6 +160,8 @@ class Packed:
         """Run as captured after an exception; remember it, unless the captured graph raises too."""
         report.log.debug("%s failed", self.record.title, exc_info=error)
         error.__traceback__ = None  # frees the tensors that its frames hold
+        error = getattr(error, "inner_exception", error)  # of the inner compiler: what it met
+        error.__traceback__ = None
         out_of_memory = isinstance(error, torch.OutOfMemoryError)
         text = f"{type(error).__name__}: {str(error).splitlines()[0] if str(error) else ''}"
         if out_of_memory and torch.cuda.is_available():
