@@ -24,7 +24,7 @@ def batch_of(rank: int, step: int) -> tiny.Batch:
 
 
 def loss_of(model, batch: tiny.Batch) -> torch.Tensor:
-    logits = model(input_ids=batch.ids, attention_mask=batch.mask, use_cache=False).logits
+    logits = model(input_ids=batch.ids, attention_mask=batch.mask, use_cache=False).logits.float()
     return (logits.logsumexp(-1) * batch.mask).sum() / batch.mask.sum()
 
 

@@ -9,7 +9,7 @@ import torch
 import torch.distributed as dist
 from ddp_worker import STEPS, batch_of, loss_of, tell
 from torch.distributed.device_mesh import init_device_mesh
-from torch.distributed.fsdp import fully_shard
+from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 
 import fx_packing
 
@@ -20,13 +20,18 @@ def main(how: str) -> None:
     rank, mesh = dist.get_rank(), init_device_mesh("cpu", (2,))
     options = {"inner": "aot_eager"}
     model = tiny.build("llama").train()
+    if "checkpointed" in how:
+        model.gradient_checkpointing_enable({"use_reentrant": False})
     if "compiled first" in how:
         model.model.compile(backend="grpo_pack", options=options)
     for part in model.model.layers if "layers" in how else ():
         fully_shard(part, mesh=mesh)
     if "backbone on its own" in how:
         fully_shard(model.model, mesh=mesh, reshard_after_forward=True)
-    fully_shard(model, mesh=mesh)
+    more = {}
+    if "bf16" in how:
+        more["mp_policy"] = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)
+    fully_shard(model, mesh=mesh, **more)
     run = model
     if "backbone" in how:
         model.model.compile(backend="grpo_pack", options=options)

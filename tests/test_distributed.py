@@ -62,6 +62,18 @@ def test_a_model_that_fsdp_shards_as_a_whole_is_packed(how):
     assert first["error"] < 1e-5 and second["error"] < 1e-5 and not first["reasons"]
 
 
+def test_fsdp_with_checkpointing():
+    first, second = ranks("in place, checkpointed", "fsdp_worker.py")
+    assert first["runs"] == {"prefix": 11} and second["runs"] == {"varlen": 11}
+    assert first["error"] < 1e-5 and second["error"] < 1e-5 and not first["reasons"]
+
+
+def test_fsdp_in_mixed_precision():
+    first, second = ranks("in place, bf16", "fsdp_worker.py")
+    assert first["runs"] == {"prefix": 11} and second["runs"] == {"varlen": 11} and not first["reasons"]
+    assert first["error"] < 0.02 and second["error"] < 0.02  # of losses near 5, against float32
+
+
 @pytest.mark.parametrize("how", ("in place", "wrapped", "backbone"))
 def test_layers_that_fsdp_shards_are_refused_with_the_remedy(how):
     for found in ranks(f"{how}, layers", "fsdp_worker.py"):
