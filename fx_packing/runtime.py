@@ -746,7 +746,8 @@ class AsCaptured:
 
     def __call__(self, *args: Any) -> Any:
         result = self.compiled(*args)
-        shape = next((a.shape for a in args if isinstance(a, Tensor) and a.dim() >= 2), (0, 0))
+        given = (a for a in args if isinstance(a, Tensor) and not isinstance(a, torch.nn.Parameter))
+        shape = next((a.shape for a in given if a.dim() >= 2), (0, 0))
         tokens = shape[0] * shape[1]
         self.record.ran(report.Run("padded", shape[0], tokens, None, tokens, self.reason))
         compat.count("ran_padded")

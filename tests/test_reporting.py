@@ -363,6 +363,12 @@ def test_a_kernel_that_fails_is_left_once_and_for_all(error, monkeypatch):
     assert graph.rewritten and graph.runs == {"padded": 3} and str(error) in graph.last.reason
 
 
+def test_a_refused_graph_counts_its_batch_not_its_weights():
+    pack(torch.nn.Embedding(50, 6))(torch.ones(3, 7, dtype=torch.int64))
+    (graph,) = fx_packing.report().graphs
+    assert not graph.rewritten and (graph.last.rows, graph.last.padded_tokens) == (3, 21)
+
+
 def test_what_the_inner_compiler_met_is_named(monkeypatch):
     model, batch, calls = decoder(), shared_batch("left"), []
 
