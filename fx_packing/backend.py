@@ -20,6 +20,10 @@ from .options import Options
 _GENERATION = (
     "a KV cache is passed in (generation): this call runs uncompiled, later ones run eagerly, past Dynamo"
 )
+_FSDP = (
+    "FSDP has hooks on modules inside what is compiled, and Dynamo breaks the graph at each; call "
+    "fully_shard on the compiled module or on what holds it, not on its layers"
+)
 
 
 class GrpoPack:
@@ -47,9 +51,10 @@ class GrpoPack:
         try:
             analysis = self._analyse(gm, example_inputs, parsed)
         except Refused as refusal:
+            reason = f"{_FSDP} ({refusal})" if compat.fsdp_is_splitting() else str(refusal)
             wanted = switch.ENABLED and parsed.enabled
             heavy = wanted and capture.has_attention(gm)  # else a piece that nobody meant to pack
-            return self._refuse(gm, example_inputs, parsed, record, str(refusal), warn=heavy)
+            return self._refuse(gm, example_inputs, parsed, record, reason, warn=heavy)
         record.rewritten = True
         record.attention = report.describe_attention(analysis.attention)
         record.guards = cap.guard(analysis, parsed)
@@ -65,7 +70,16 @@ class GrpoPack:
                 "DDPOptimizer splits the graph between its inputs and its outputs; set "
                 "torch._dynamo.config.optimize_ddp = False"
             )
-        analysis = passes.analyse(capture.read(gm, example_inputs))
+        captured = capture.read(gm, example_inputs)
+        try:
+            analysis = passes.analyse(captured)
+        except Refused as refusal:
+            if captured.rows != captured.columns or captured.rows == 1:
+                raise
+            raise Refused(
+                f"B and L are the same size ({captured.rows}) at capture, and could not be told apart; a "
+                f"batch of another shape is captured anew. As far as it was understood, {refusal}"
+            ) from None
         flat = analysis.flat("segments")
         compat.dump_graph("grpo_pack.flat", lambda: flat.gm)
         if options.layout in ("auto", "prefix"):  # what prefixes run on CUDA; elsewhere they run `flat`

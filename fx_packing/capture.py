@@ -141,6 +141,11 @@ def _linearise(gm: GraphModule, capture: Capture) -> Any:
             continue
         elif node.op == "call_function" and compat.is_higher_order(node.target):
             raise Refused(f"the higher-order operation {describe(node)} is not supported, {where(node)}")
+        elif node.op == "call_function" and compat.is_collective(node.target):
+            raise Refused(  # also where nobody reads the result: a check or a fallback is one rank's own
+                f"{describe(node)} is a collective, which all ranks have to run equally often; keep it "
+                f"outside the compiled function, {where(node)}"
+            )
         elif node.op == "call_module":
             raise Refused(f"a module call ({node.target}) in the graph is not supported, {where(node)}")
         else:

@@ -183,6 +183,12 @@ def is_checkpoint(target: Any) -> bool:
     return target is torch.ops.higher_order.tag_activation_checkpoint
 
 
+def is_collective(target: Any) -> bool:
+    """Whether a ``call_function`` target is a collective of ``torch.distributed``, as Dynamo writes them."""
+    name = getattr(target, "_qualified_op_name", None) or getattr(target, "_name", "")
+    return str(name).lstrip("_").startswith("c10d_functional::")
+
+
 def is_higher_order(target: Any) -> bool:
     """Whether a ``call_function`` target is a higher-order operator."""
     return isinstance(target, torch._ops.HigherOrderOperator)
@@ -350,6 +356,39 @@ def ddp_is_splitting() -> bool:
     return DistributedDataParallel._get_active_ddp_module() is not None and bool(
         torch._dynamo.config.optimize_ddp
     )
+
+
+def fsdp_is_splitting() -> bool:
+    """Whether FSDP has hooks on modules inside what is being compiled: Dynamo breaks the graph at each."""
+    fsdp = sys.modules.get("torch.distributed.fsdp")
+    if fsdp is None:
+        return False
+    kinds = (fsdp.FSDPModule, fsdp.FullyShardedDataParallel)
+    return any(
+        isinstance(part, kinds) and part is not whole
+        for whole in _modules_being_compiled() for part in whole.modules()
+    )  # fmt: skip
+
+
+def _modules_being_compiled() -> list[torch.nn.Module]:
+    """The modules whose calls are under way, from the one that is compiled inwards."""
+    from torch._dynamo import eval_frame
+    from torch._dynamo.symbolic_convert import InstructionTranslator
+    from torch._guards import TracingContext
+
+    found: list[Any] = []
+    if TracingContext.try_get() is not None:  # pieces of a compiled function have no call on the stack
+        found += InstructionTranslator.current_tx().f_locals.values()
+    calls: list[Any] = []
+    frame: FrameType | None = sys._getframe(1)
+    while frame is not None:
+        if frame.f_code is torch.nn.Module._call_impl.__code__:
+            calls.append(frame.f_locals.get("self"))
+        elif frame.f_code.co_filename == eval_frame.__file__ and frame.f_code.co_name == "compile_wrapper":
+            holder = frame.f_back.f_locals.get("self") if frame.f_back else None
+            found, calls = [*found, *calls, getattr(holder, "_orig_mod", holder)], []
+        frame = frame.f_back
+    return [m for m in found if isinstance(m, torch.nn.Module)]
 
 
 @contextlib.contextmanager

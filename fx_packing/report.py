@@ -87,7 +87,8 @@ class GraphReport:
 
 @dataclass
 class Outside:
-    """Calls of a compiled module that reached no captured graph: `calls` of them, and why."""
+    """Calls of a compiled module that reached no captured graph: `calls` of them, and why. Those of a
+    compiled function cannot be counted: 0."""
 
     model: str
     why: str
@@ -110,8 +111,12 @@ class Report:
     def __str__(self) -> str:
         if not (self.graphs or self.outside):
             return "fx_packing: no graph was captured by backend 'grpo_pack' in this process."
-        outside = [f"outside ({o.model}): {o.calls} calls\n  reason        {o.why}" for o in self.outside]
-        return "\n".join([*map(_lines, self.graphs), *outside])
+        return "\n".join([*map(_lines, self.graphs), *map(_outside_lines, self.outside)])
+
+
+def _outside_lines(outside: Outside) -> str:
+    calls = f"{outside.calls} calls" if outside.calls else "calls that nobody could count"
+    return f"outside ({outside.model}): {calls}\n  reason        {outside.why}"
 
 
 def _lines(graph: GraphReport) -> str:

@@ -171,6 +171,8 @@ class Packed:
         """Run as captured after an exception; remember it, unless the captured graph raises too."""
         report.log.debug("%s failed", self.record.title, exc_info=error)
         error.__traceback__ = None  # frees the tensors that its frames hold
+        error = getattr(error, "inner_exception", error)  # of the inner compiler: what it met
+        error.__traceback__ = None
         out_of_memory = isinstance(error, torch.OutOfMemoryError)
         text = f"{type(error).__name__}: {str(error).splitlines()[0] if str(error) else ''}"
         if out_of_memory and torch.cuda.is_available():
@@ -766,7 +768,8 @@ class AsCaptured:
 
     def __call__(self, *args: Any) -> Any:
         result = self.compiled(*args)
-        shape = next((a.shape for a in args if isinstance(a, Tensor) and a.dim() >= 2), (0, 0))
+        given = (a for a in args if isinstance(a, Tensor) and not isinstance(a, torch.nn.Parameter))
+        shape = next((a.shape for a in given if a.dim() >= 2), (0, 0))
         tokens = shape[0] * shape[1]
         self.record.ran(report.Run("padded", shape[0], tokens, None, tokens, self.reason))
         compat.count("ran_padded")

@@ -160,6 +160,8 @@ def _limit_was_hit(limit: str, value: int, function: str, reason: str) -> None:
         f"one was for: {' '.join(reason.split())}. Give this model variants of its own: {_REMEDY}"
     )
     report.ran_outside(model, _stopped[model], calls=0)
+    if model == function:  # of a compiled function no call passes through here: this is the last chance
+        report.warn_once(f"{model} missed", f"calls of {model} run as written, not packed: {_stopped[model]}")
 
 
 _REMEDY = (

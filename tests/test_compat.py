@@ -9,6 +9,7 @@ import operator
 
 import packing
 import pytest
+import tiny
 import torch
 from torch import nn
 
@@ -226,6 +227,78 @@ def test_ddp_is_splitting():
     assert DistributedDataParallel._get_active_ddp_module() is None
     assert isinstance(torch._dynamo.config.optimize_ddp, (bool, str))
     assert compat.ddp_is_splitting() is False
+
+
+@pytest.fixture
+def one_process():
+    """A process group of this process alone."""
+    import torch.distributed as dist
+
+    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+    yield dist.group.WORLD
+    dist.destroy_process_group()
+
+
+def test_is_collective(one_process):
+    def function(x):
+        y = x * 2
+        torch.distributed.all_reduce(y)
+        return y
+
+    gm, _ = captured(function, torch.ones(3))
+    assert any(compat.is_collective(n.target) for n in gm.graph.nodes if n.op == "call_function")
+    assert not compat.is_collective(torch.add) and not compat.is_collective(torch.ops.aten.add.Tensor)
+
+
+def test_a_collective_is_refused_though_nobody_reads_its_result(one_process):
+    """Ranks that fall back, or check, would run it oftener than others."""
+
+    class Noisy(tiny.PlainDecoder):
+        def forward(self, ids, mask):
+            counted = mask.sum() * 2
+            torch.distributed.all_reduce(counted)
+            return super().forward(ids, mask)
+
+    batch = packing.shared_batch("left")
+    with torch.no_grad():
+        packing.pack(Noisy(layers=1), fullgraph=False)(*batch)
+    (graph,) = fx_packing.report().graphs
+    assert not graph.rewritten and "all_reduce is a collective" in graph.reason
+
+
+@pytest.mark.parametrize("way", ("module", "in place", "function"))
+def test_fsdp_is_splitting(way, one_process):
+    from torch.distributed.fsdp import fully_shard
+
+    class Two(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.first, self.second = nn.Linear(3, 3), nn.Linear(3, 3)
+
+        def forward(self, x):
+            return self.second(self.first(x).relu()) + 1
+
+    def pieces(*sharded):
+        model, found = Two(), []
+        for name in sharded:
+            fully_shard(model.get_submodule(name), mesh=mesh)
+
+        def backend(gm, example_inputs):
+            found.append(compat.fsdp_is_splitting())
+            return gm
+
+        if way == "in place":
+            model.compile(backend=backend)
+            run = model
+        else:
+            run = torch.compile(model if way == "module" else lambda x: model(x) + 1, backend=backend)
+        run(torch.ones(2, 3))
+        return found
+
+    mesh = torch.distributed.device_mesh.init_device_mesh("cpu", (1,))
+    assert pieces() == [False]
+    assert set(pieces("second", "")) == {True}
+    assert set(pieces("")) == {False}
 
 
 def test_depyf_repaired():

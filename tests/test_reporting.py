@@ -17,7 +17,7 @@ from packing import assert_packed, messages, pack, shared_batch, stored_tokens
 from torch._dynamo.utils import counters
 
 import fx_packing
-from fx_packing import inner
+from fx_packing import compat, inner
 from fx_packing.attention import KERNELS
 
 HERE = Path(__file__).parent
@@ -361,6 +361,28 @@ def test_a_kernel_that_fails_is_left_once_and_for_all(error, monkeypatch):
     assert len(told) == 1 and str(error) in told[0] and type(error).__name__ in told[0]
     (graph,) = fx_packing.report().graphs
     assert graph.rewritten and graph.runs == {"padded": 3} and str(error) in graph.last.reason
+
+
+def test_a_refused_graph_counts_its_batch_not_its_weights():
+    pack(torch.nn.Embedding(50, 6))(torch.ones(3, 7, dtype=torch.int64))
+    (graph,) = fx_packing.report().graphs
+    assert not graph.rewritten and (graph.last.rows, graph.last.padded_tokens) == (3, 21)
+
+
+def test_what_the_inner_compiler_met_is_named(monkeypatch):
+    model, batch, calls = decoder(), shared_batch("left"), []
+
+    def compiler(gm, example_inputs):
+        calls.append(gm)
+        if len(calls) == 1:
+            raise RuntimeError("no compiler here")
+        return gm
+
+    monkeypatch.setattr(compat, "lookup_backend", lambda name: compiler)
+    with torch.no_grad(), pytest.warns(UserWarning, match="RuntimeError: no compiler here"):
+        as_padded(model, batch, pack(model)(*batch))
+    (graph,) = fx_packing.report().graphs
+    assert graph.runs == {"padded": 1} and "no compiler here" in graph.last.reason
 
 
 def test_out_of_memory_leaves_smaller_batches_packed(monkeypatch):

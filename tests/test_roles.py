@@ -44,6 +44,7 @@ COINCIDING = {
 MODELS = {
     "llama": lambda: tiny.build("llama", num_hidden_layers=1),
     "qwen3": lambda: tiny.build("qwen3", num_hidden_layers=1),
+    "gemma2": lambda: tiny.build("gemma2"),
     "gpt2": lambda: tiny.build("gpt2", n_layer=1),
     "gpt2-eager": lambda: tiny.build("gpt2", n_layer=1, attn_implementation="eager"),
     "plain": lambda: tiny.PlainDecoder(layers=1),
@@ -89,6 +90,27 @@ def test_coinciding_sizes(name, case):
 @pytest.mark.parametrize("name", ["llama"])
 def test_coinciding_sizes_transformers(name, case):
     check(name, case, None)
+
+
+@pytest.mark.parametrize("case", ["B=L", "B=L, B*L=hidden"])
+@pytest.mark.parametrize("name", ["gpt2-eager", "gemma2", "llama"])
+def test_as_many_rows_as_columns(name, case):
+    check(name, case, None)
+
+
+def test_one_symbol_for_rows_and_columns_is_told_and_no_other_shape_suffers():
+    """With dynamic=True Dynamo has one symbol for B = L, and writes the halves of a head by it."""
+    model = MODELS["llama"]()
+    packed = packing.pack(model, dynamic=True)
+    for rows, length in ((8, 8), (5, 9)):
+        ids, mask = tiny.batch("left", rows=rows, length=length, seed=1)
+        with torch.no_grad():
+            got = packed(ids, attention_mask=mask, use_cache=False).logits
+            want = tiny.per_row(model, ids, mask)
+        assert float((got - want)[mask.bool()].abs().max()) < 2e-5
+    square, other = fx_packing.report().graphs
+    assert not square.rewritten and "B and L are the same size (8)" in square.reason
+    assert other.rewritten and other.runs == {"varlen": 1}
 
 
 @pytest.mark.parametrize("case", FEW)

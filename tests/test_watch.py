@@ -112,10 +112,15 @@ def test_a_limit_hit_by_a_compiled_function_is_reported():
     packed = torch.compile(function, backend="grpo_pack", options=OPTIONS)
     with torch._dynamo.config.patch(recompile_limit=1):
         packed(*batch)
-        with torch.no_grad():
-            packed(*batch)
+        with torch.no_grad(), warnings.catch_warnings(record=True) as seen:
+            warnings.simplefilter("always")
+            for _ in range(2):
+                packed(*batch)
+    told = [str(w.message) for w in seen if "fx_packing" in str(w.message)]
+    assert len(told) == 1 and "'function'" in told[0] and "isolate_recompiles" in told[0]
     (outside,) = fx_packing.report().outside
     assert "function" in outside.model and "recompile_limit (1)" in outside.why
+    assert outside.calls == 0 and "calls that nobody could count" in str(fx_packing.report())
 
 
 def test_another_backends_limit_is_not_ours():

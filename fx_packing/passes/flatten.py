@@ -234,7 +234,8 @@ class Scope:
             self._last_joined = self.graph.create_node(
                 "call_method", "flatten", (blocks, dim, dim + 1), name=name
             )
-            self._last_joined.meta["stack_trace"] = None  # it stands on no line of the model
+            # It stands on no line of the model. Not None: autograd's tracing joins such texts.
+            self._last_joined.meta["stack_trace"] = ""
         return self._last_joined
 
 

@@ -11,6 +11,7 @@ _LAYERS = {
     ("moe", "expert", "router"): "mixture-of-experts routing across tokens is not supported",
 }
 _CODE = {
+    ("last_non_pad",): "compile the model below the score (model.model.compile): the score itself is cheap",
     ("labels", "loss"): "pass no labels, and compute the loss outside the compiled model",
     ("cumsum",): "compute positions before the call and pass them as position_ids [B, L]",
 }

@@ -273,6 +273,8 @@ class _Solver:
             if node.target in ("view", "reshape", "expand"):
                 _precheck(roles, node.target, args[0], args[1:])
             return getattr(args[0], node.target)(*args[1:], **kwargs)
+        if node.target is operator.getitem:
+            _precheck_rows(roles, *args)
         return node.target(*args, **kwargs)
 
     def _values(self, args: Any) -> Any:
@@ -562,6 +564,17 @@ def _precheck(roles: Roles, method: str, tensor: torch.Tensor, sizes: tuple) -> 
             good = _profile(roles, tensor.shape) == _profile(roles, whole)
     if not good:
         raise ValueError(f"{method}{sizes} of {tuple(tensor.shape)}")
+
+
+def _precheck_rows(roles: Roles, base: Any, index: Any) -> None:
+    """Reject rows looked up by their columns' numbers, ``mask[arange(L)[:, None], ...]``: where B = L at
+    capture, the next operations would take it, and far behind it is too late to try all else."""
+    first = index[0] if isinstance(index, tuple) and index else index
+    if not (isinstance(base, torch.Tensor) and isinstance(first, torch.Tensor)) or base.dim() == 0:
+        return
+    rows, entries = (roles.size(n).symbols for n in (base.shape[0], first.numel()))
+    if rows == ("B",) and "L" in entries and "B" not in entries:
+        raise ValueError(f"{tuple(first.shape)} entries of {base.shape[0]} rows")
 
 
 def _profile(roles: Roles, shape: Any) -> list[Any]:
