@@ -147,7 +147,7 @@ class Packed:
 
     def _run_padded(self, args: Sequence[Any], reason: str | None) -> Any:
         if self._padded is None:
-            self._padded = Compiled(self.capture.gm, self.options.inner, "padded")
+            self._padded = Compiled(self.capture.captured, self.options.inner, "padded")
         result = self._padded(*args)
         self.record.compiles["padded"] = self._padded.compiles
         rows, columns = self._shape(args)

@@ -28,7 +28,7 @@ from torch.fx import Node
 from torch.fx.node import map_arg
 
 from .. import compat
-from ..capture import Capture
+from ..capture import Capture, each_row
 from ..errors import Refused, describe, where
 from .hints import hint
 
@@ -322,6 +322,8 @@ class _Solver:
             if source is not None and source.kind == "scalar":
                 with compat.real_tensors():
                     self.roles.pinned[node] = source.example.item()
+        if node.target is each_row:
+            return [_Reading((node.args[0], Size(1, ("B",))), {})]
         if node.target is torch.arange:
             return self._literals(node, ("L", "B"))
         if node.target in (_SHAPE_METHODS if node.op == "call_method" else _SHAPE_FUNCTIONS):

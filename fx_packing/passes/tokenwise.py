@@ -24,7 +24,7 @@ from torch.fx.node import map_arg
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from .. import compat
-from ..capture import Capture
+from ..capture import Capture, each_row, row
 from ..errors import Refused, describe, where
 from .attention import Attention
 from .hints import hint
@@ -71,9 +71,14 @@ def prove(
         checker = _Checker(roles)
         layouts = checker.proof.layouts
         values: dict[Node, Any] = {}
+        inside: set[Node] = set()  # what loops over the rows do with one of them
         for node in live:
             try:
                 values[node] = _value(capture, roles, node, values, by_node, checker)
+                reads = capture.operands(node)
+                if node.target is row or (node.target is not each_row and inside.intersection(reads)):
+                    inside.add(node)
+                    _keep_to_row(values, node, () if node.target is row else reads, checker)
             except Mixes as found:
                 raise Refused(f"{describe(node)} {found}, {where(node)}{hint(node)}") from None
             if isinstance(values[node], torch.Tensor):
@@ -107,6 +112,13 @@ def _joined_inside(
     names = lambda t: {f for factors in checker.layout(t) for f in factors if isinstance(f, str)}  # noqa: E731
     given = [t for n in capture.operands(node) if n in values for t in tensors(values[n])]
     return bool(set().union(*map(names, tensors(values[node]))) - set().union(*map(names, given), {"B"}))
+
+
+def _keep_to_row(values: dict[Node, Any], node: Node, reads: Iterable[Node], checker: _Checker) -> None:
+    """In a loop over the rows, one of them must not meet what all of them have."""
+    found = [t for n in (node, *reads) if n in values for t in tensors(values[n])]
+    if any("B" in factors for t in found for factors in checker.layout(t)):
+        raise Mixes("combines one row of the batch with all rows")
 
 
 def _no_pairs(layout: Layout, node: Node) -> None:
@@ -143,6 +155,14 @@ def _value(
             capture.resolve(n), lambda r: values[r] if r in values else roles.values[r]
         ),
     )
+    if node.target is row:
+        base, layout = args[0], checker.layout(args[0])
+        if layout[0] != ("B",):
+            raise Mixes("loops over something other than the rows of the batch")
+        return checker.set(base.new_empty(base.shape[1:]), layout[1:])
+    if node.target is each_row:
+        value, rows = args
+        return checker.set(value.new_empty((rows, *value.shape)), (("B",), *checker.layout(value)))
     if node in roles.slices:
         dim, cut = roles.slices[node]
         base = args[0]
