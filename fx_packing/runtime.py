@@ -232,7 +232,7 @@ class Packed:
         found: dict[str, tuple[int, int]] = {"L": (0, columns)}
         joined: dict[str, tuple[str, ...]] = {}
         for name, line in self.analysis.proof.columns.items():
-            if line.cut is None:
+            if line.parts:
                 joined[name] = line.parts
                 if len({found[p][1] - found[p][0] for p in line.parts}) > 1:
                     raise Fallback(f"the slices {' and '.join(line.parts)} differ in length")
@@ -433,7 +433,10 @@ class Packed:
 
     def _read_index(self, batch: Batch, plan: Plan, columns: str) -> Tensor:
         """Which of its parent's tokens a slice reads: of those stored, or of those another one read."""
-        read, parent = self._read_of(batch, plan, columns), self.analysis.proof.columns[columns].parent
+        parent = self.analysis.proof.columns[columns].parent
+        if columns in batch.joined:
+            return self._entries(batch, plan, columns).index[parent]
+        read = self._read_of(batch, plan, columns)
         if parent == "L":
             return read.index
         return plan.remember(
@@ -441,14 +444,20 @@ class Packed:
         )
 
     def _entries(self, batch: Batch, plan: Plan, columns: str) -> Entries:
-        parts = batch.joined[columns]
+        parts, known = batch.joined[columns], self.analysis.proof.columns
         count = plan.flags[len(plan.flags) - len(batch.joined) + list(batch.joined).index(columns)]
-        return plan.remember(
-            ("entries", columns),
-            lambda: _pair(
-                {p: self._read_of(batch, plan, p).slot for p in parts}, batch.real(columns), count
-            ),
-        )
+
+        def build() -> Entries:
+            slots = {p: self._read_of(batch, plan, p).slot for p in parts}
+            parent = known[columns].parent
+            if parent:  # a slice of joined slices
+                low, high = batch.reads[parts[0]]
+                start = batch.reads[known[parts[0]].parent][0]
+                whole = self._entries(batch, plan, parent)
+                slots[parent] = whole.slot[:, low - start : high - start]
+            return _pair(slots, batch.real(columns), count)
+
+        return plan.remember(("entries", columns), build)
 
     def _positions(self, plan: Plan) -> Tensor:
         """[n, 128]"""
@@ -615,7 +624,8 @@ def _torn(mask: Tensor, ranges: list[tuple[int, int]]) -> Tensor:
 class Entries:
     """Slices side by side: one entry for each position at which all of them have a token."""
 
-    index: dict[str, Tensor]  # slice -> [N] int64, which of its tokens each entry has
+    # slice, or the joined ones that these are a slice of -> [N] int64, which of its tokens each has
+    index: dict[str, Tensor]
     slot: Tensor  # [B, n] int64, the entry of each position; -1 where there is none
 
 

@@ -49,6 +49,8 @@ _BEFORE_SIZES = {
     torch.reshape: 1, torch.broadcast_to: 1, torch.tile: 1, torch.unflatten: 2, "unflatten": 2,
 }  # fmt: skip
 _ONE_ARGUMENT = {torch.full, "new_full"}
+# The source of a SymInt that is a tensor's size, not an int that the caller passes.
+_SIZE = re.compile(r"\.(size\(\)|shape)\[\d+\]$")
 # Nodes that set a state rather than compute: sizes do not depend on them.
 STATE = {
     torch._C._set_grad_enabled,
@@ -168,7 +170,12 @@ class _Solver:
         self.capture = capture
         self.roles = Roles()
         primes = self._primes()
-        self.spare = iter(primes[2:])
+        ints = [i for i in capture.inputs if i.kind == "size" and not _SIZE.search(i.source)]
+        ints.sort(key=lambda i: compat.size_hint(i.node.meta["example_value"]))
+        # Of a caller's ints, which cut lines, the prime is less than of any line: of two, as captured.
+        last = max(2, len(primes) - len(ints))
+        self.ints = {i.node: prime for i, prime in zip(ints, reversed(primes[last:]), strict=False)}
+        self.spare = iter(primes[2:last])
         self.roles.captured = {"L": capture.columns, "B": capture.rows}
         # One row needs no symbol: the flat graph is the captured graph with one row.
         self.roles.primes = ({"B": primes[1]} if capture.rows > 1 else {}) | {"L": primes[0]}
@@ -353,19 +360,22 @@ class _Solver:
 
     def _symint(self, node: Node, source: str) -> list[int]:
         captured = compat.size_hint(node.meta["example_value"])
-        if re.search(r"\.(size\(\)|shape)\[\d+\]$", source):
+        if _SIZE.search(source):
             sizes = self._candidates(captured, ("B", "L"))
             return [self.roles.at(s, self.roles.primes) for s in sizes]
         # An int that the caller passes may be another one at the next call: never read it as B or
         # L.
-        return [self.roles.primes[self._symbol(captured)]]
+        prime = self.ints.get(node)
+        if prime not in self.roles.primes.values():
+            self._symbol(captured, prime)
+        return [prime]
 
-    def _symbol(self, captured: int) -> str:
+    def _symbol(self, captured: int, prime: int | None = None) -> str:
         symbol = f"K{sum(s.startswith('K') for s in self.roles.primes)}"
-        try:
-            self.roles.primes[symbol] = next(self.spare)
-        except StopIteration:
-            raise Refused("the graph cuts the sequence in too many ways") from None
+        prime = prime or next(self.spare, None)
+        if prime is None:
+            raise Refused("the graph cuts the sequence in too many ways")
+        self.roles.primes[symbol] = prime
         self.roles.captured[symbol] = captured
         return symbol
 

@@ -15,7 +15,7 @@ from __future__ import annotations
 
 import operator
 from collections.abc import Callable, Iterable
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
@@ -38,7 +38,8 @@ class Columns:
     """Which columns of the batch a line of tokens holds: a slice of `parent`, as in
     ``L[-9:]``; or, joined, what several slices of equal length hold side by side, as in
     ``L[:-1]&L[1:]``, the logits of one token and the id of the next. There is an entry where all parts
-    have a token, or where the one part `anchor` has."""
+    have a token, or where the one part `anchor` has. A slice of joined slices is the same slice of each,
+    joined, with them as its `parent`."""
 
     name: str
     symbol: str  # its length
@@ -384,10 +385,13 @@ class _Checker(TorchDispatchMode):
     def slice(self, factors: tuple[Any, ...], cut: Slice) -> str:
         """The name of a slice of a line."""
         (parent,) = factors
-        if self.proof.columns.get(parent, Columns("", "")).parts:
-            raise Mixes("takes a slice of tokens that were combined from two slices")
+        known = self.proof.columns
+        if parent in known and known[parent].parts:
+            name = self._side_by_side([self.slice((p,), cut) for p in known[parent].parts])
+            known[name] = replace(known[name], parent=parent)
+            return name
         name = parent + cut.text
-        self.proof.columns.setdefault(name, Columns(name, cut.symbol, parent, cut))
+        known.setdefault(name, Columns(name, cut.symbol, parent, cut))
         return name
 
     def prime(self, name: str) -> int:
@@ -411,10 +415,13 @@ class _Checker(TorchDispatchMode):
         known = self.proof.columns
         if a not in known or b not in known or known[a].symbol != known[b].symbol:
             raise Mixes("combines dimensions that number the tokens differently")
-        parts = [p for name in (a, b) for p in known[name].parts or (name,)]
-        parts = sorted(set(parts))
+        return self._side_by_side([p for name in (a, b) for p in known[name].parts or (name,)])
+
+    def _side_by_side(self, parts: list[str]) -> str:
+        """The name of slices of equal length, joined."""
+        parts, known = sorted(set(parts)), self.proof.columns
         name = "&".join(parts)
-        known.setdefault(name, Columns(name, known[a].symbol, parts=tuple(parts)))
+        known.setdefault(name, Columns(name, known[parts[0]].symbol, parts=tuple(parts)))
         return name
 
     def layout(self, tensor: torch.Tensor) -> Layout:
@@ -735,6 +742,16 @@ def _nll_loss(checker, given, outs):
         raise Mixes("sums a loss over the tokens; with reduction='none' it need not be refused")
     _keep_off(source, [1], "looks up tokens by index")
     return [(checker.meet([source[0], target[0]]),), ()]
+
+
+@_rule("nll_loss2d_forward")
+def _nll_loss2d(checker, given, outs):
+    source, target = checker.layout(given["self"]), checker.layout(given["target"])
+    if given["reduction"] != 0:
+        raise Mixes("sums a loss over the tokens; with reduction='none' it need not be refused")
+    _keep_off(source, [1], "looks up tokens by index")
+    rest = (source[0], *source[2:])
+    return [tuple(checker.meet(pair) for pair in zip(rest, target, strict=True)), ()]
 
 
 @_rule("index")
