@@ -21,7 +21,7 @@ from .inner import Compiled, compile_flat
 from .masks import BLOCK
 from .options import Options
 from .passes import Analysis
-from .passes.flatten import Entering, FlatGraph, TailGraph
+from .passes.flatten import Entering, FlatGraph, Scalar, TailGraph
 from .verdicts import Extent, Verdict, Verdicts
 
 
@@ -345,7 +345,10 @@ class Packed:
 
         def rest(logits: Tensor, *others: Tensor) -> Any:
             given = iter(others)
-            values = [logits if i is None else next(given) for i in tail.inputs]
+            values = [
+                logits if i is None else numbers[i.index] if isinstance(i, Scalar) else next(given)
+                for i in tail.inputs
+            ]
             dims = [tail.dim if i is None else d for i, d in zip(tail.inputs, all_dims, strict=True)]
             for value, dim in zip(values, dims, strict=True):
                 if dim is not None:
@@ -354,14 +357,15 @@ class Packed:
             self.record.compiles["tail"] = compiled.compiles
             return found
 
-
+        # Python floats: when one changes, Dynamo compiles once more, for all.
+        numbers = {i.index: batch.args[i.index].item() for i in tail.inputs if isinstance(i, Scalar)}
         all_dims = [
             i.dim if isinstance(i, Entering) and i.part is not None else None for i in tail.inputs
         ]
         entering = [
             (batch.args[i] if isinstance(i, int) else self._enter(batch, plan, tail, i, results), dim)
             for i, dim in zip(tail.inputs, all_dims, strict=True)
-            if i is not None
+            if i is not None and not isinstance(i, Scalar)
         ]
         hidden = self._enter(batch, plan, tail, tail.hidden, results)
         self._tiles += len(tiles.tile_bounds(hidden.shape[tail.hidden.dim], tail.width))

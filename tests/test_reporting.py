@@ -19,6 +19,7 @@ from torch._dynamo.utils import counters
 import fx_packing
 from fx_packing import inner
 from fx_packing.attention import KERNELS
+from fx_packing.errors import dotted
 
 HERE = Path(__file__).parent
 
@@ -451,3 +452,19 @@ def test_a_mask_that_is_not_zero_and_one_runs_as_captured(value):
     assert float((got - model(batch.ids, mask))[batch.mask.bool()].detach().abs().max()) < 2e-5
     graph = fx_packing.report().graphs[-1]
     assert graph.last.layout == "padded" and "0 and 1" in graph.last.reason
+
+
+@pytest.mark.parametrize(
+    "source, name",
+    (
+        ("L['self']._modules['model']._modules['layers']._modules['0']._parameters['w']", "model.layers.0.w"),
+        ("L['args'][0]._modules['embed'].norm_type", "embed.norm_type"),
+        ("L['temperature']", "temperature"),
+        ("L['kwargs']['temperature']", "temperature"),
+        ("L['config'].temperature", "temperature"),
+        ("G['TEMPERATURE']", "TEMPERATURE"),
+        ("L['self']", ""),
+    ),
+)
+def test_names_of_sources(source, name):
+    assert dotted(source) == name

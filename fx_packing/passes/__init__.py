@@ -16,7 +16,7 @@ from .flatten import FlatGraph, flatten
 from .live import live_nodes
 from .loops import fold_loops
 from .roles import Roles, find_roles
-from .tail import Tail, find_tail
+from .tail import Tail, find_tail, free_scalars
 from .tokenwise import Proof, prove
 
 
@@ -79,4 +79,6 @@ def _analyse(capture: Capture) -> Analysis:
             "graph break may have cut the model into pieces (see TORCH_LOGS=graph_breaks)"
         )
     tail = find_tail(capture, roles, live, attention, proof)
+    if tail is not None:
+        free_scalars(roles, tail)
     return Analysis(capture, roles, attention, live, proof, tail)

@@ -103,6 +103,7 @@ class Roles:
     )  # length of a slice in the re-run -> symbol
     lines: set[str] = field(default_factory=set)  # the symbols that are lengths of slices
     pinned: dict[Node, float] = field(default_factory=dict)  # scalars, by the node that reads them
+    free: set[Node] = field(default_factory=set)  # scalars that may be others at each call
     varying: set[Node] = field(default_factory=set)  # numbers that B, L or a caller's int decide
     mutations: dict[Node, set[int]] = field(default_factory=dict)  # in place -> storages, `inplace`
 
@@ -129,7 +130,7 @@ class Roles:
         """Whether a node is a number that follows from the sizes of symbols (of `known` ones): a
         constant, or a product of symbols. ``L - 1`` and ``L ** 0.5`` are not."""
         value = self.values.get(node)
-        if value is None or not is_number(value):
+        if value is None or not is_number(value) or node in self.free:
             return False
         if node not in self.varying:
             return True
@@ -171,10 +172,10 @@ class _Solver:
         self.roles = Roles()
         primes = self._primes()
         ints = [i for i in capture.inputs if i.kind == "size" and not _SIZE.search(i.source)]
-        ints.sort(key=lambda i: compat.size_hint(i.node.meta["example_value"]))
-        # Of a caller's ints, which cut lines, the prime is less than of any line: of two, as captured.
+        ints.sort(key=lambda i: compat.size_hint(i.node.meta["example_value"]), reverse=True)
+        # A caller's ints, which cut lines, get smaller primes than any line, in the order of their values.
         last = max(2, len(primes) - len(ints))
-        self.ints = {i.node: prime for i, prime in zip(ints, reversed(primes[last:]), strict=False)}
+        self.ints = {i.node: prime for i, prime in zip(ints, primes[last:], strict=False)}
         self.spare = iter(primes[2:last])
         self.roles.captured = {"L": capture.columns, "B": capture.rows}
         # One row needs no symbol: the flat graph is the captured graph with one row.

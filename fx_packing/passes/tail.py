@@ -51,6 +51,15 @@ def find_tail(
     return max(tails, key=lambda t: line_width(proof.layouts[t.head]), default=None)
 
 
+def free_scalars(roles: Roles, tail: Tail) -> None:
+    """Floats of the caller's that the tail alone reads, a temperature, may be others at each call: what is
+    proven of an operation does not depend on them."""
+    inside = set(tail.nodes)
+    floats = [n for n, value in roles.pinned.items() if isinstance(value, float)]
+    roles.free |= {n for n in floats if inside.issuperset(n.users)}
+    roles.pinned = {n: value for n, value in roles.pinned.items() if n not in roles.free}
+
+
 def _tail(
     capture: Capture,
     roles: Roles,
