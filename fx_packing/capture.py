@@ -14,6 +14,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 import torch
+from torch import Tensor
 from torch.fx import GraphModule, Node
 
 from . import compat
@@ -43,7 +44,8 @@ class Input:
 
 @dataclass
 class Capture:
-    """A captured graph and what is known of it. The graph itself is never changed."""
+    """A captured graph and what is known of it. The graph itself is never changed; where its loops are
+    folded (`passes/loops.py`), `gm` is a copy of `captured`."""
 
     gm: GraphModule
     inputs: list[Input]
@@ -55,6 +57,12 @@ class Capture:
     output: Node
     by_node: dict[Node, Input] = field(default_factory=dict)
     ids: list[Input] = field(default_factory=list)  # the inputs [B, L] that embeddings look up
+    folded_from: GraphModule | None = None
+
+    @property
+    def captured(self) -> GraphModule:
+        """The graph as Dynamo gave it."""
+        return self.folded_from or self.gm
 
     @property
     def symbolic_shape(self) -> tuple[Any, Any]:
@@ -87,6 +95,16 @@ class Capture:
         for item in found:
             flat.extend([self.resolve(i) for i in item] if isinstance(item, (tuple, list)) else [item])
         return [n for n in flat if isinstance(n, Node)]
+
+
+def row(batch: Tensor) -> Tensor:
+    """In a folded graph: each row in turn. Of a flat batch, the only one."""
+    return batch[0]
+
+
+def each_row(value: Tensor, rows: int) -> Tensor:
+    """In a folded graph: what each row became, of all rows. Of a flat batch, the only one."""
+    return torch.stack([value] * rows)
 
 
 def read(gm: GraphModule, example_inputs: Sequence[Any]) -> Capture:

@@ -42,9 +42,14 @@ def where(node: Node) -> str:
 
 
 def dotted(source: str) -> str:
-    """``model.layers.0.mlp.weight`` for Dynamo's ``L['self']._modules['model']...``."""
+    """``model.layers.0.mlp.weight`` for Dynamo's ``L['self']._modules['model']...``, and ``temperature`` for
+    ``L['temperature']`` or ``L['kwargs']['temperature']``; nothing for a ``self``."""
     path = re.sub(r"\._(?:modules|parameters|buffers)\['([^']+)'\]", r".\1", source)
-    return re.sub(r"^L\['\w+'\](\[\d+\])?\.?", "", path)
+    frame, _, path = re.sub(r"\['(\w+)'\]", r".\1", path).partition(".")
+    if frame not in ("L", "G"):
+        return ".".join(filter(None, (frame, path)))
+    within = re.sub(r"^\w+(\[\d+\])?\.", "", path) if frame == "L" else path
+    return "" if within == "self" else within
 
 
 def describe(node: Node) -> str:

@@ -21,7 +21,7 @@ from .inner import Compiled, compile_flat
 from .masks import BLOCK
 from .options import Options
 from .passes import Analysis
-from .passes.flatten import Entering, FlatGraph, TailGraph
+from .passes.flatten import Entering, FlatGraph, Scalar, TailGraph
 from .verdicts import Extent, Verdict, Verdicts
 
 
@@ -158,7 +158,7 @@ class Packed:
 
     def _run_padded(self, args: Sequence[Any], reason: str | None) -> Any:
         if self._padded is None:
-            self._padded = Compiled(self.capture.gm, self.options.inner, "padded")
+            self._padded = Compiled(self.capture.captured, self.options.inner, "padded")
         result = self._padded(*args)
         self.record.compiles["padded"] = self._padded.compiles
         rows, columns = self._shape(args)
@@ -245,7 +245,7 @@ class Packed:
         found: dict[str, tuple[int, int]] = {"L": (0, columns)}
         joined: dict[str, tuple[str, ...]] = {}
         for name, line in self.analysis.proof.columns.items():
-            if line.cut is None:
+            if line.parts:
                 joined[name] = line.parts
                 if len({found[p][1] - found[p][0] for p in line.parts}) > 1:
                     raise Fallback(f"the slices {' and '.join(line.parts)} differ in length")
@@ -358,7 +358,10 @@ class Packed:
 
         def rest(logits: Tensor, *others: Tensor) -> Any:
             given = iter(others)
-            values = [logits if i is None else next(given) for i in tail.inputs]
+            values = [
+                logits if i is None else numbers[i.index] if isinstance(i, Scalar) else next(given)
+                for i in tail.inputs
+            ]
             dims = [tail.dim if i is None else d for i, d in zip(tail.inputs, all_dims, strict=True)]
             for value, dim in zip(values, dims, strict=True):
                 if dim is not None:
@@ -367,14 +370,15 @@ class Packed:
             self.record.compiles["tail"] = compiled.compiles
             return found
 
-
+        # Python floats: when one changes, Dynamo compiles once more, for all.
+        numbers = {i.index: batch.args[i.index].item() for i in tail.inputs if isinstance(i, Scalar)}
         all_dims = [
             i.dim if isinstance(i, Entering) and i.part is not None else None for i in tail.inputs
         ]
         entering = [
             (batch.args[i] if isinstance(i, int) else self._enter(batch, plan, tail, i, results), dim)
             for i, dim in zip(tail.inputs, all_dims, strict=True)
-            if i is not None
+            if i is not None and not isinstance(i, Scalar)
         ]
         hidden = self._enter(batch, plan, tail, tail.hidden, results)
         self._tiles += len(tiles.tile_bounds(hidden.shape[tail.hidden.dim], tail.width))
@@ -446,7 +450,10 @@ class Packed:
 
     def _read_index(self, batch: Batch, plan: Plan, columns: str) -> Tensor:
         """Which of its parent's tokens a slice reads: of those stored, or of those another one read."""
-        read, parent = self._read_of(batch, plan, columns), self.analysis.proof.columns[columns].parent
+        parent = self.analysis.proof.columns[columns].parent
+        if columns in batch.joined:
+            return self._entries(batch, plan, columns).index[parent]
+        read = self._read_of(batch, plan, columns)
         if parent == "L":
             return read.index
         return plan.remember(
@@ -454,14 +461,20 @@ class Packed:
         )
 
     def _entries(self, batch: Batch, plan: Plan, columns: str) -> Entries:
-        parts = batch.joined[columns]
+        parts, known = batch.joined[columns], self.analysis.proof.columns
         count = plan.flags[len(plan.flags) - len(batch.joined) + list(batch.joined).index(columns)]
-        return plan.remember(
-            ("entries", columns),
-            lambda: _pair(
-                {p: self._read_of(batch, plan, p).slot for p in parts}, batch.real(columns), count
-            ),
-        )
+
+        def build() -> Entries:
+            slots = {p: self._read_of(batch, plan, p).slot for p in parts}
+            parent = known[columns].parent
+            if parent:  # a slice of joined slices
+                low, high = batch.reads[parts[0]]
+                start = batch.reads[known[parts[0]].parent][0]
+                whole = self._entries(batch, plan, parent)
+                slots[parent] = whole.slot[:, low - start : high - start]
+            return _pair(slots, batch.real(columns), count)
+
+        return plan.remember(("entries", columns), build)
 
     def _positions(self, plan: Plan) -> Tensor:
         """[n, 128]"""
@@ -637,7 +650,8 @@ def _torn(mask: Tensor, ranges: list[tuple[int, int]]) -> Tensor:
 class Entries:
     """Slices side by side: one entry for each position at which all of them have a token."""
 
-    index: dict[str, Tensor]  # slice -> [N] int64, which of its tokens each entry has
+    # slice, or the joined ones that these are a slice of -> [N] int64, which of its tokens each has
+    index: dict[str, Tensor]
     slot: Tensor  # [B, n] int64, the entry of each position; -1 where there is none
 
 

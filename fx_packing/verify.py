@@ -390,6 +390,7 @@ class _Reference:
             if node not in proof.cuts:  # the flat graph has no use for it
                 return value
             line = proof.columns[proof.cuts[node]]
+            line = proof.columns[line.parts[0]] if line.parts else line
             low, high = reads[line.name]
             if line.parent == "L":
                 return _take_columns(value, self.place[index, low:high])

@@ -13,6 +13,7 @@ from typing import Any
 
 import tiny
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 
 import fx_packing
@@ -115,6 +116,30 @@ def assert_gradients(got: dict[str, Tensor], want: dict[str, Tensor], tolerance:
         scale = max(float(expected.abs().max()), 1e-4 * top)
         error = float((got[name] - expected).abs().max()) / scale
         assert error < tolerance, f"{name}: {error:.3g}"
+
+
+def assert_tail(
+    fn: Any, model: Any, ids: Tensor, mask: Tensor, *args: Any, known: Tensor | None = None, **options: Any
+) -> GraphReport:
+    """``fn(model, ids, mask, *args)``, a number a token in float64, is packed and runs in tiles: the
+    values where a token has one before it (or at `known`), zeros elsewhere, and all gradients."""
+    run = pack(fn, **{"inner": "aot_eager"} | options)
+    got, want = run(model, ids, mask, *args), fn(model, ids, mask, *args)
+    if known is None:
+        n = want.shape[1]
+        before = F.pad(mask, (1, 0))[:, -n - 1 : -1]
+        known = mask[:, -n:] * before
+    known = known.bool()
+    assert got.shape == want.shape and got.dtype == want.dtype == torch.float64
+    assert float((got - want)[known].detach().abs().max()) < 1e-10
+    assert bool((got[~known] == 0).all())
+    weights = torch.randn(known.shape, generator=tiny.generator(4), dtype=torch.float64) * known
+    found, exact = (gradients(model, (v * weights).sum()) for v in (got, want))
+    assert_gradients(found, exact, 1e-10)
+    graph = fx_packing.report().graphs[-1]
+    assert graph.rewritten, graph.reason
+    assert graph.last.tiles and graph.verifications and all(v.passed for v in graph.verifications)
+    return graph
 
 
 # -- models that are compiled once for many tests --------------------------------------------------

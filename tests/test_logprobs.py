@@ -402,16 +402,46 @@ def test_a_bool_mask():
     assert last().runs == {"prefix": 1}
 
 
-def test_another_temperature_runs_padded_and_says_so():
-    model = tiny.build("llama")
+@pytest.mark.parametrize("dynamic", (None, True))
+def test_another_temperature_is_packed_too(dynamic):
+    """Dynamo makes a float that changes an input; the tail takes it as one."""
+    model = Head()
     ids, mask = shared_batch("left")
-    packed = torch.compile(per_token_logps, backend="grpo_pack", options={"inner": "eager"}, dynamic=True)
-    with torch.no_grad(), pytest.warns(UserWarning, match="temperature.*changed from 0.9.*dynamic=False"):
-        for temperature in (0.9, 0.8):
-            got = packed(model, ids, mask, KEEP, temperature=temperature)
-            want = per_token_logps(model, ids, mask, KEEP, temperature=temperature)
-            known = (mask[:, -KEEP:] * mask[:, -KEEP - 1 : -1]).bool()
-            assert float((got - want)[known].abs().max()) < 2e-5
+    packed = torch.compile(
+        per_token_logps, backend="grpo_pack", options={"inner": "aot_eager"}, dynamic=dynamic
+    )
+    known = (mask[:, -KEEP:] * mask[:, -KEEP - 1 : -1]).bool()
+    for temperature in (0.9, 0.8, 1.3, 0.7):
+        got = packed(model, ids, mask, KEEP, temperature=temperature)
+        want = per_token_logps(model, ids, mask, KEEP, temperature=temperature)
+        assert float((got - want)[known].detach().abs().max()) < 1e-10
+        found, exact = gradients(model, got[known].sum()), gradients(model, want[known].sum())
+        assert_gradients(found, exact, 1e-10)
+        assert last().last.layout == "prefix" and last().last.tiles
+    graphs = fx_packing.report().graphs
+    assert sum(sum(g.runs.values()) for g in graphs) == 4 and len(graphs) == (1 if dynamic else 2)
+    # With and without recording gradients, in one value or in all.
+    assert graphs[-1].compiles["tail"] <= 4 and not any("temperature" in g for g in graphs[-1].guards)
+
+
+def test_another_number_before_the_head_runs_padded_and_says_so():
+    def score(model, ids, mask, scale, *, temperature):
+        hidden = model.trunk(ids, mask) * scale
+        logits = model.lm_head(hidden)[:, :-1] / temperature
+        return logits.log_softmax(-1).gather(-1, ids[:, 1:, None])[..., 0]
+
+    model = Head()
+    ids, mask = shared_batch("left")
+    known = (mask[:, 1:] * mask[:, :-1]).bool()
+    packed = torch.compile(score, backend="grpo_pack", options={"inner": "eager"}, dynamic=True)
+    with torch.no_grad(), pytest.warns(UserWarning, match="scale.*changed from 0.9.*dynamic=False"):
+        for scale, temperature in ((0.9, 0.7), (0.9, 0.6), (0.8, 0.6)):
+            got = packed(model, ids, mask, scale, temperature=temperature)
+            want = score(model, ids, mask, scale, temperature=temperature)
+            assert float((got - want)[known].abs().max()) < 1e-10
+    graph = fx_packing.report().graphs[-1]
+    assert graph.runs == {"prefix": 2, "padded": 1}
+    assert "scale == 0.9" in graph.guards and not any("temperature" in g for g in graph.guards)
 
 
 # -- tiles by themselves ---------------------------------------------------------------------------

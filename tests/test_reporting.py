@@ -19,6 +19,7 @@ from torch._dynamo.utils import counters
 import fx_packing
 from fx_packing import compat, inner
 from fx_packing.attention import KERNELS
+from fx_packing.errors import dotted
 
 HERE = Path(__file__).parent
 
@@ -492,3 +493,19 @@ def test_pieces_without_attention_and_what_is_switched_off_are_not_warned_of():
         pack(lambda x: x.cumsum(1))(torch.ones(3, 5))
         pack(model, enabled=False)(input_ids=batch.ids, attention_mask=batch.mask)
     assert not told and [g.rewritten for g in fx_packing.report().graphs] == [False, False]
+
+
+@pytest.mark.parametrize(
+    "source, name",
+    (
+        ("L['self']._modules['model']._modules['layers']._modules['0']._parameters['w']", "model.layers.0.w"),
+        ("L['args'][0]._modules['embed'].norm_type", "embed.norm_type"),
+        ("L['temperature']", "temperature"),
+        ("L['kwargs']['temperature']", "temperature"),
+        ("L['config'].temperature", "temperature"),
+        ("G['TEMPERATURE']", "TEMPERATURE"),
+        ("L['self']", ""),
+    ),
+)
+def test_names_of_sources(source, name):
+    assert dotted(source) == name

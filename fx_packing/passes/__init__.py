@@ -14,8 +14,9 @@ from ..errors import Refused
 from .attention import Attention, find_attention
 from .flatten import FlatGraph, flatten
 from .live import live_nodes
+from .loops import fold_loops
 from .roles import Roles, find_roles
-from .tail import Tail, find_tail
+from .tail import Tail, find_tail, free_scalars
 from .tokenwise import Proof, prove
 
 
@@ -54,7 +55,20 @@ class Analysis:
 
 
 def analyse(capture: Capture) -> Analysis:
-    """Roles, attention, what stays alive, and the proof. Raises `Refused`."""
+    """Loops, roles, attention, what stays alive, and the proof. Raises `Refused`."""
+    folded = fold_loops(capture)
+    if folded is None:
+        return _analyse(capture)
+    try:
+        return _analyse(folded)
+    except Refused as refusal:
+        try:  # it may be a loop over something else that is as long as the batch
+            return _analyse(capture)
+        except Refused:
+            raise refusal from None
+
+
+def _analyse(capture: Capture) -> Analysis:
     roles = find_roles(capture)
     attention = find_attention(capture, roles)
     live = live_nodes(capture, roles, attention)
@@ -65,4 +79,6 @@ def analyse(capture: Capture) -> Analysis:
             "graph break may have cut the model into pieces (see TORCH_LOGS=graph_breaks)"
         )
     tail = find_tail(capture, roles, live, attention, proof)
+    if tail is not None:
+        free_scalars(roles, tail)
     return Analysis(capture, roles, attention, live, proof, tail)

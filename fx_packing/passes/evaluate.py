@@ -9,13 +9,14 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import ExitStack, contextmanager
+from functools import partial
 from typing import Any
 
 import torch
 from torch.fx import Node
 from torch.fx.node import map_arg
 
-from ..capture import Capture
+from ..capture import Capture, each_row, row
 from .inplace import storages
 from .roles import STATE, Roles, Size, cut_table, map_sizes
 from .widen import Widened
@@ -98,11 +99,30 @@ def evaluate(
                     continue
                 values[node] = switch(node.target, [values.get(a, a) for a in node.args])
                 continue
-            values[node] = _run(capture, roles, node, values, sizes, whole, take, literal, widened)
-            for operand in set(capture.operands(node)):
+            run = partial(_run, capture, roles, node, sizes, whole, take, literal, widened)
+            operands = capture.operands(node)
+            rows = max((len(v) for o in operands if isinstance(v := values.get(o), _Rows)), default=None)
+            if node.target is row:
+                values[node] = _Rows(values[operands[0]])
+            elif node.target is each_row:
+                values[node] = torch.stack(values[operands[0]])
+            elif rows is not None:  # in a loop over the rows
+                parts = [{o: _part(values.get(o), i) for o in operands} for i in range(rows)]
+                values[node] = _Rows(map(run, parts))
+            else:
+                values[node] = run(values)
+            for operand in set(operands):
                 if last[operand] is node and operand not in targets:
                     values.pop(operand, None)
     return {t: values[t] for t in targets}
+
+
+class _Rows(list):
+    """A value in a loop over the rows: what it is for each of them."""
+
+
+def _part(value: Any, i: int) -> Any:
+    return value[i] if isinstance(value, _Rows) else value
 
 
 @contextmanager
@@ -133,12 +153,12 @@ def _run(
     capture: Capture,
     roles: Roles,
     node: Node,
-    values: dict[Node, Any],
     sizes: dict[str, int],
     whole: bool,
     take: Callable[[Any, int, Node], Any] | None,
     literal: Callable[[Node, Any], Any] | None,
     widened: Widened | None,
+    values: dict[Node, Any],
 ) -> Any:
     if roles.exact(node, sizes):
         return _number(roles, roles.values[node], sizes)

@@ -84,9 +84,16 @@ class Entering:
 
 
 @dataclass
+class Scalar:
+    """The number in a captured input, which Dynamo made of a float of the caller's."""
+
+    index: int
+
+
+@dataclass
 class TailGraph:
     """What comes after the LM head, for some tokens: `inputs` says what each placeholder takes, the
-    head's result (None), something that enters, or captured input i. Its outputs follow the first
+    head's result (None), something that enters, a number, or captured input i. Its outputs follow the first
     `after` results of the flat graph."""
 
     gm: GraphModule
@@ -97,7 +104,7 @@ class TailGraph:
     bias: int | None
     width: int  # columns of the head's result
     dim: int  # that hold the tokens of the head's result
-    inputs: list[Entering | int | None]
+    inputs: list[Entering | Scalar | int | None]
     dims: list[int]  # that hold the tokens, of each output
     structure: str = ""
 
@@ -168,9 +175,11 @@ def _write_tail(
             return Entering(len(results) - 1, tail.parts[node], line_of(layout), line_dim(layout))
         return Entering(len(results) - 1)
 
-    def given(node: Node) -> Entering | int | None:
+    def given(node: Key) -> Entering | Scalar | int | None:
         if node is tail.head:
             return None
+        if isinstance(node, tuple):
+            return Scalar(node[1])
         item = whole.capture.by_node.get(node)
         return item.index if item and node not in tail.parts else enter(node)
 
@@ -259,7 +268,7 @@ class _Writer:
         """What an argument of the flat graph is called."""
         if isinstance(key, Node):
             return key.name
-        if key[0] in ("input", "token"):
+        if key[0] in ("input", "token", "scalar"):
             return _readable(self.capture.inputs[key[1]])
         if key[0] == "kernel":
             name = kernels.KERNELS[self.kernel].NAMES[key[2]]
@@ -351,6 +360,9 @@ class _Writer:
         if not isinstance(resolved, Node):
             return map_arg(resolved, lambda n: self._value(n, scope, user))
         value = self.roles.values[resolved]
+        if resolved in self.roles.free:
+            scalar = self.capture.resolve(resolved.args[0])
+            return scope.get(("scalar", self.capture.by_node[scalar].index))
         if is_number(value):
             return value
         return self._spread(resolved, scope, user)

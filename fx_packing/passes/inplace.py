@@ -42,7 +42,7 @@ def find_mutations(capture: Capture, roles: Roles) -> dict[Node, set[int]]:
     one is an input's or a constant's."""
     found: dict[Node, set[int]] = {}
     for node in capture.nodes:
-        target = _target(capture, node)
+        target = mutated(capture, node)
         if target is not None and tensors(roles.values.get(target)):
             found[node] = storages(roles, target)
     if found:
@@ -60,7 +60,7 @@ def find_mutations(capture: Capture, roles: Roles) -> dict[Node, set[int]]:
     return found
 
 
-def _target(capture: Capture, node: Node) -> Node | None:
+def mutated(capture: Capture, node: Node) -> Node | None:
     """The tensor that a node changes in place, or None."""
     if node.op not in ("call_function", "call_method") or node.target in STATE:
         return None
@@ -83,7 +83,7 @@ def check_aliases(capture: Capture, roles: Roles, live: list[Node]) -> None:
     order = {n: i for i, n in enumerate(capture.nodes)}
     alive = [n for n in live if n in roles.mutations]
     for mutation in alive:
-        chain = _chain(capture, _target(capture, mutation))
+        chain = _chain(capture, mutated(capture, mutation))
         shared = [n for n in live if storages(roles, n) & roles.mutations[mutation]]
         risky = [n for n in shared if _unsure(roles, n) and order[n] < order[mutation]]
         risky += [n for n in chain if _unsure(roles, n) and n not in risky]

@@ -28,7 +28,7 @@ from torch.fx import Node
 from torch.fx.node import map_arg
 
 from .. import compat
-from ..capture import Capture
+from ..capture import Capture, each_row
 from ..errors import Refused, describe, where
 from .hints import hint
 
@@ -49,6 +49,8 @@ _BEFORE_SIZES = {
     torch.reshape: 1, torch.broadcast_to: 1, torch.tile: 1, torch.unflatten: 2, "unflatten": 2,
 }  # fmt: skip
 _ONE_ARGUMENT = {torch.full, "new_full"}
+# The source of a SymInt that is a tensor's size, not an int that the caller passes.
+_SIZE = re.compile(r"\.(size\(\)|shape)\[\d+\]$")
 # Nodes that set a state rather than compute: sizes do not depend on them.
 STATE = {
     torch._C._set_grad_enabled,
@@ -101,6 +103,7 @@ class Roles:
     )  # length of a slice in the re-run -> symbol
     lines: set[str] = field(default_factory=set)  # the symbols that are lengths of slices
     pinned: dict[Node, float] = field(default_factory=dict)  # scalars, by the node that reads them
+    free: set[Node] = field(default_factory=set)  # scalars that may be others at each call
     varying: set[Node] = field(default_factory=set)  # numbers that B, L or a caller's int decide
     mutations: dict[Node, set[int]] = field(default_factory=dict)  # in place -> storages, `inplace`
 
@@ -127,7 +130,7 @@ class Roles:
         """Whether a node is a number that follows from the sizes of symbols (of `known` ones): a
         constant, or a product of symbols. ``L - 1`` and ``L ** 0.5`` are not."""
         value = self.values.get(node)
-        if value is None or not is_number(value):
+        if value is None or not is_number(value) or node in self.free:
             return False
         if node not in self.varying:
             return True
@@ -168,7 +171,12 @@ class _Solver:
         self.capture = capture
         self.roles = Roles()
         primes = self._primes()
-        self.spare = iter(primes[2:])
+        ints = [i for i in capture.inputs if i.kind == "size" and not _SIZE.search(i.source)]
+        ints.sort(key=lambda i: compat.size_hint(i.node.meta["example_value"]), reverse=True)
+        # A caller's ints, which cut lines, get smaller primes than any line, in the order of their values.
+        last = max(2, len(primes) - len(ints))
+        self.ints = {i.node: prime for i, prime in zip(ints, primes[last:], strict=False)}
+        self.spare = iter(primes[2:last])
         self.roles.captured = {"L": capture.columns, "B": capture.rows}
         # One row needs no symbol: the flat graph is the captured graph with one row.
         self.roles.primes = ({"B": primes[1]} if capture.rows > 1 else {}) | {"L": primes[0]}
@@ -324,6 +332,8 @@ class _Solver:
             if source is not None and source.kind == "scalar":
                 with compat.real_tensors():
                     self.roles.pinned[node] = source.example.item()
+        if node.target is each_row:
+            return [_Reading((node.args[0], Size(1, ("B",))), {})]
         if node.target is torch.arange:
             return self._literals(node, ("L", "B"))
         if node.target in (_SHAPE_METHODS if node.op == "call_method" else _SHAPE_FUNCTIONS):
@@ -353,19 +363,22 @@ class _Solver:
 
     def _symint(self, node: Node, source: str) -> list[int]:
         captured = compat.size_hint(node.meta["example_value"])
-        if re.search(r"\.(size\(\)|shape)\[\d+\]$", source):
+        if _SIZE.search(source):
             sizes = self._candidates(captured, ("B", "L"))
             return [self.roles.at(s, self.roles.primes) for s in sizes]
         # An int that the caller passes may be another one at the next call: never read it as B or
         # L.
-        return [self.roles.primes[self._symbol(captured)]]
+        prime = self.ints.get(node)
+        if prime not in self.roles.primes.values():
+            self._symbol(captured, prime)
+        return [prime]
 
-    def _symbol(self, captured: int) -> str:
+    def _symbol(self, captured: int, prime: int | None = None) -> str:
         symbol = f"K{sum(s.startswith('K') for s in self.roles.primes)}"
-        try:
-            self.roles.primes[symbol] = next(self.spare)
-        except StopIteration:
-            raise Refused("the graph cuts the sequence in too many ways") from None
+        prime = prime or next(self.spare, None)
+        if prime is None:
+            raise Refused("the graph cuts the sequence in too many ways")
+        self.roles.primes[symbol] = prime
         self.roles.captured[symbol] = captured
         return symbol
 

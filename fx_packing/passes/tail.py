@@ -51,6 +51,15 @@ def find_tail(
     return max(tails, key=lambda t: line_width(proof.layouts[t.head]), default=None)
 
 
+def free_scalars(roles: Roles, tail: Tail) -> None:
+    """Floats of the caller's that the tail alone reads, a temperature, may be others at each call: what is
+    proven of an operation does not depend on them."""
+    inside = set(tail.nodes)
+    floats = [n for n, value in roles.pinned.items() if isinstance(value, float)]
+    roles.free |= {n for n in floats if inside.issuperset(n.users)}
+    roles.pinned = {n: value for n, value in roles.pinned.items() if n not in roles.free}
+
+
 def _tail(
     capture: Capture,
     roles: Roles,
@@ -88,12 +97,12 @@ def _tail(
         if node is hidden or node not in proof.layouts or line_of(proof.layouts[node]) is None:
             continue
         parts = _reached(proof, node, inside, capture, wanted | {tail.columns})
-        if len(parts) != 1:
+        if len(parts) != 1 or not _follows(proof, *parts, line_of(proof.layouts[node])):
             return None
         tail.parts[node] = parts.pop()
     tail.parts[hidden] = tail.parts.pop(head)
     if lines != {columns}:  # what needs the logits alone also has a place where the next token is none
-        if not lines <= {columns, tail.parts[hidden]}:
+        if not lines <= {columns, tail.parts[hidden]} or columns in tail.parts.values():
             return None
         known = proof.columns[columns]
         tail.columns = f"{columns} of {tail.parts[hidden]}"
@@ -116,18 +125,32 @@ def _entangled(capture: Capture, roles: Roles, attention: list[Attention], proof
 def _reached(proof: Proof, node: Node, inside: set[Node], capture: Capture, wanted: set[str]) -> set[str]:
     """The lines of `wanted` that a value becomes part of, by the slices that are taken of it."""
     found: set[str] = set()
-    seen, todo = set(), [node]
+    seen, todo = set(), [(node, line_of(proof.layouts[node]))]
     while todo:
-        value = todo.pop()
-        if value in seen:
+        value, line = todo.pop()
+        if (value, line) in seen:
             continue
-        seen.add(value)
-        line = line_of(proof.layouts[value])
+        seen.add((value, line))
         if line in wanted:
             found.add(line)  # type: ignore[arg-type]
-        else:
-            todo += [n for n in inside if value in capture.operands(n)]
+            continue
+        users = [n for n in inside if value in capture.operands(n)]
+        todo += [(n, _part_of(proof, line, line_of(proof.layouts[n]))) for n in users]
     return found
+
+
+def _part_of(proof: Proof, line: str | None, user: str | None) -> str | None:
+    """What tokens of `line` are in the line of a user: of joined slices one, or a slice of one."""
+    parts = proof.columns[user].parts if user in proof.columns else ()
+    sliced = (p for p in parts if proof.columns[p].parent == line)
+    return line if line in parts else next(sliced, user)
+
+
+def _follows(proof: Proof, part: str, line: str | None) -> bool:
+    """Whether `part` is `line`, or a slice of it."""
+    while part != line and part in proof.columns:
+        part = proof.columns[part].parent
+    return part == line
 
 
 def line_of(layout: Layout) -> str | None:

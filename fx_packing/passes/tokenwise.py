@@ -15,7 +15,7 @@ from __future__ import annotations
 
 import operator
 from collections.abc import Callable, Iterable
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
@@ -24,7 +24,7 @@ from torch.fx.node import map_arg
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from .. import compat
-from ..capture import Capture
+from ..capture import Capture, each_row, row
 from ..errors import Refused, describe, where
 from .attention import Attention
 from .hints import hint
@@ -38,7 +38,8 @@ class Columns:
     """Which columns of the batch a line of tokens holds: a slice of `parent`, as in
     ``L[-9:]``; or, joined, what several slices of equal length hold side by side, as in
     ``L[:-1]&L[1:]``, the logits of one token and the id of the next. There is an entry where all parts
-    have a token, or where the one part `anchor` has."""
+    have a token, or where the one part `anchor` has. A slice of joined slices is the same slice of each,
+    joined, with them as its `parent`."""
 
     name: str
     symbol: str  # its length
@@ -71,9 +72,14 @@ def prove(
         checker = _Checker(roles)
         layouts = checker.proof.layouts
         values: dict[Node, Any] = {}
+        inside: set[Node] = set()  # what loops over the rows do with one of them
         for node in live:
             try:
                 values[node] = _value(capture, roles, node, values, by_node, checker)
+                reads = capture.operands(node)
+                if node.target is row or (node.target is not each_row and inside.intersection(reads)):
+                    inside.add(node)
+                    _keep_to_row(values, node, () if node.target is row else reads, checker)
             except Mixes as found:
                 raise Refused(f"{describe(node)} {found}, {where(node)}{hint(node)}") from None
             if isinstance(values[node], torch.Tensor):
@@ -107,6 +113,13 @@ def _joined_inside(
     names = lambda t: {f for factors in checker.layout(t) for f in factors if isinstance(f, str)}  # noqa: E731
     given = [t for n in capture.operands(node) if n in values for t in tensors(values[n])]
     return bool(set().union(*map(names, tensors(values[node]))) - set().union(*map(names, given), {"B"}))
+
+
+def _keep_to_row(values: dict[Node, Any], node: Node, reads: Iterable[Node], checker: _Checker) -> None:
+    """In a loop over the rows, one of them must not meet what all of them have."""
+    found = [t for n in (node, *reads) if n in values for t in tensors(values[n])]
+    if any("B" in factors for t in found for factors in checker.layout(t)):
+        raise Mixes("combines one row of the batch with all rows")
 
 
 def _no_pairs(layout: Layout, node: Node) -> None:
@@ -143,6 +156,14 @@ def _value(
             capture.resolve(n), lambda r: values[r] if r in values else roles.values[r]
         ),
     )
+    if node.target is row:
+        base, layout = args[0], checker.layout(args[0])
+        if layout[0] != ("B",):
+            raise Mixes("loops over something other than the rows of the batch")
+        return checker.set(base.new_empty(base.shape[1:]), layout[1:])
+    if node.target is each_row:
+        value, rows = args
+        return checker.set(value.new_empty((rows, *value.shape)), (("B",), *checker.layout(value)))
     if node in roles.slices:
         dim, cut = roles.slices[node]
         base = args[0]
@@ -364,10 +385,13 @@ class _Checker(TorchDispatchMode):
     def slice(self, factors: tuple[Any, ...], cut: Slice) -> str:
         """The name of a slice of a line."""
         (parent,) = factors
-        if self.proof.columns.get(parent, Columns("", "")).parts:
-            raise Mixes("takes a slice of tokens that were combined from two slices")
+        known = self.proof.columns
+        if parent in known and known[parent].parts:
+            name = self._side_by_side([self.slice((p,), cut) for p in known[parent].parts])
+            known[name] = replace(known[name], parent=parent)
+            return name
         name = parent + cut.text
-        self.proof.columns.setdefault(name, Columns(name, cut.symbol, parent, cut))
+        known.setdefault(name, Columns(name, cut.symbol, parent, cut))
         return name
 
     def prime(self, name: str) -> int:
@@ -391,10 +415,13 @@ class _Checker(TorchDispatchMode):
         known = self.proof.columns
         if a not in known or b not in known or known[a].symbol != known[b].symbol:
             raise Mixes("combines dimensions that number the tokens differently")
-        parts = [p for name in (a, b) for p in known[name].parts or (name,)]
-        parts = sorted(set(parts))
+        return self._side_by_side([p for name in (a, b) for p in known[name].parts or (name,)])
+
+    def _side_by_side(self, parts: list[str]) -> str:
+        """The name of slices of equal length, joined."""
+        parts, known = sorted(set(parts)), self.proof.columns
         name = "&".join(parts)
-        known.setdefault(name, Columns(name, known[a].symbol, parts=tuple(parts)))
+        known.setdefault(name, Columns(name, known[parts[0]].symbol, parts=tuple(parts)))
         return name
 
     def layout(self, tensor: torch.Tensor) -> Layout:
@@ -715,6 +742,16 @@ def _nll_loss(checker, given, outs):
         raise Mixes("sums a loss over the tokens; with reduction='none' it need not be refused")
     _keep_off(source, [1], "looks up tokens by index")
     return [(checker.meet([source[0], target[0]]),), ()]
+
+
+@_rule("nll_loss2d_forward")
+def _nll_loss2d(checker, given, outs):
+    source, target = checker.layout(given["self"]), checker.layout(given["target"])
+    if given["reduction"] != 0:
+        raise Mixes("sums a loss over the tokens; with reduction='none' it need not be refused")
+    _keep_off(source, [1], "looks up tokens by index")
+    rest = (source[0], *source[2:])
+    return [tuple(checker.meet(pair) for pair in zip(rest, target, strict=True)), ()]
 
 
 @_rule("index")
