@@ -216,6 +216,11 @@ def less_the_first(x, ids):
     return torch.stack([(x[i] - x[0]).amax(-1) for i in range(len(x))])
 
 
+def less_the_first_of_them(x, ids):
+    rows = x.unbind(0)
+    return torch.stack([(row - rows[0]).amax(-1) for row in rows])
+
+
 def less_the_one_before(x, ids):
     return torch.stack([(x[i] - x[i - 1]).amax(-1) for i in range(len(x))])
 
@@ -274,7 +279,8 @@ def columns(x, ids):
 LEFT = (
     backwards, one_missing, one_twice, two_of_each, another_operation, another_number,
     another_type_of_number, another_sign_of_zero, another_axis, rows_of_two, less_the_first,
-    less_the_one_before, the_first_once_more, a_running_sum, a_running_sum_in_place, changed_inside,
+    less_the_first_of_them, less_the_one_before, the_first_once_more, a_running_sum,
+    a_running_sum_in_place, changed_inside,
     changed_between, another_region, with_all_rows, over_tokens, columns,
 )  # fmt: skip
 
