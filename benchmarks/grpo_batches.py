@@ -7,7 +7,8 @@ the log-probabilities of the completions follow in tiles, the same code for ever
 Padded is the trunk under plain Inductor; the packed rows are the same trunk under ``grpo_pack``.
 Times are CUDA events, the best of several, after two runs that do not count (the first captures,
 proves, compiles and checks; its seconds are given apart). Every run gets tensors of its own, so that
-a packed one makes its own plan. Memory is the peak of torch's allocator.
+a packed one makes its own plan. Memory is the peak of torch's allocator. ``old_to_new`` is the largest
+difference between log-probabilities with and without gradients, which old and new ones are, in nats.
 
 ``prefix+tiles`` is `per_token_logps` compiled whole, its tail in the graph's own tiles;
 ``prefix+one`` is the same with one tile of all tokens. ``+kept`` gives every call the same tensors, as
@@ -161,7 +162,7 @@ def run(trunk, model, spec, repeats, device, kept=False):
     shape = len(ids), ids.numel()
     result = {"rows": len(ids), "columns": ids.shape[1], "real": int(mask.sum())}
     checked = len(verifications())
-    tree = None
+    tree, logps = None, None
     if model.config._attn_implementation == "by_hand":
         tree = by_hand.build_tree(ids, mask, keep, spec[1])
         result |= {"ran": "by hand", "kernel": "flex", "run": tree.tokens}
@@ -173,10 +174,11 @@ def run(trunk, model, spec, repeats, device, kept=False):
         )
         with torch.set_grad_enabled(backward):
             began = time.perf_counter()
-            logps = once().cpu()  # waits for the GPU
+            last, logps = logps, once().cpu()  # waits for the GPU
             result[f"{key}_first_s"] = time.perf_counter() - began
             once()
             result[f"{key}_ms"], result["peak_gib"] = measure(once, device, repeats)
+    result["old_to_new"] = float((logps - last).abs().max())  # without gradients, and in training
     ran = [g.last for g in fx_packing.report().graphs if g.last]
     ran = [r for r in ran if (r.rows, r.padded_tokens) == shape]
     if ran:  # none where the way is padded
