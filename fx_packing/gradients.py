@@ -26,6 +26,7 @@ class Leaves:
     def __init__(self, args: Sequence[Any]) -> None:
         self.args = list(args)
         self._index: dict[int, int] = {}  # id of an argument -> the first place it has
+        self._signs: dict[int, tuple[Tensor, Tensor]] = {}  # place -> those of its sketches
         for i, arg in enumerate(self.args):
             if isinstance(arg, Tensor) and arg.requires_grad:
                 first = self._index.setdefault(id(arg), i)
@@ -39,7 +40,7 @@ class Leaves:
     def backward(self, loss: Tensor, into: dict[int, Tensor]) -> None:
         """Add the sketches of the gradients of `loss` to `into`, by argument, one at a time."""
         handles = [
-            self.args[i].register_post_accumulate_grad_hook(lambda leaf, i=i: _take(leaf, i, into))
+            self.args[i].register_post_accumulate_grad_hook(lambda leaf, i=i: self._take(leaf, i, into))
             for i in self.places
         ]
         try:
@@ -47,6 +48,15 @@ class Leaves:
         finally:
             for handle in handles:
                 handle.remove()
+
+    def _take(self, leaf: Tensor, place: int, into: dict[int, Tensor]) -> None:
+        gradient, leaf.grad = leaf.grad, None
+        if gradient is None:
+            return
+        if place not in self._signs:
+            self._signs[place] = draw_signs(gradient, place)
+        found = sketch(gradient, *self._signs[place])
+        into[place] = into[place] + found if place in into else found
 
 
 def _leaf(tensor: Tensor) -> Tensor:
@@ -56,17 +66,13 @@ def _leaf(tensor: Tensor) -> Tensor:
     return alias.requires_grad_()
 
 
-def _take(leaf: Tensor, place: int, into: dict[int, Tensor]) -> None:
-    gradient, leaf.grad = leaf.grad, None
-    if gradient is not None:
-        found = sketch(gradient, place)
-        into[place] = into[place] + found if place in into else found
+def _matrix(gradient: Tensor) -> Tensor:
+    return gradient.flatten(1) if gradient.dim() > 1 else gradient.view(-1, 1)
 
 
-@torch.no_grad()
-def sketch(gradient: Tensor, seed: int) -> Tensor:
-    """``[K]`` float64, the same random signs for the same seed and shape."""
-    matrix = gradient.flatten(1) if gradient.dim() > 1 else gradient.view(-1, 1)
+def draw_signs(gradient: Tensor, seed: int) -> tuple[Tensor, Tensor]:
+    """``[m, K]`` and ``[n, K]`` random signs for a gradient of this shape, the same for the same seed."""
+    matrix = _matrix(gradient)
     wide = torch.promote_types(matrix.dtype, torch.float32)
     generator = torch.Generator(matrix.device).manual_seed(seed)
 
@@ -74,12 +80,19 @@ def sketch(gradient: Tensor, seed: int) -> Tensor:
         drawn = torch.randint(0, 2, (n, _COUNT), device=matrix.device, generator=generator)
         return drawn.to(wide).mul_(2).sub_(1)
 
-    left, right = signs(matrix.shape[0]), signs(matrix.shape[1])
-    total = torch.zeros(_COUNT, dtype=torch.float64, device=matrix.device)
+    return signs(matrix.shape[0]), signs(matrix.shape[1])
+
+
+@torch.no_grad()
+def sketch(gradient: Tensor, left: Tensor, right: Tensor) -> Tensor:
+    """``[K]`` float64, with the signs that were drawn for it."""
+    matrix = _matrix(gradient)
     step = max(1, _CHUNK // matrix.shape[1])
-    for rows, weights in zip(matrix.split(step), left.split(step), strict=True):
-        total += ((rows.to(wide) @ right) * weights).sum(0)
-    return total
+    parts = [
+        ((rows.to(right.dtype) @ right) * weights).sum(0).double()
+        for rows, weights in zip(matrix.split(step), left.split(step), strict=True)
+    ]
+    return sum(parts[1:], start=parts[0])
 
 
 def size(sketched: Tensor | None) -> float:

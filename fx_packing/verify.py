@@ -29,7 +29,7 @@ from torch import Tensor
 from .errors import dotted
 from .forest import Plan
 from .gradients import Leaves, own_autocast_cache, size
-from .passes.evaluate import evaluate
+from .passes.evaluate import Step, evaluate, schedule
 from .passes.flatten import FlatGraph, output_nodes
 from .passes.widen import HALF, Widened
 from .report import Verification
@@ -321,6 +321,7 @@ class _Reference:
         self.place = (batch.mask.cumsum(1) - 1).clamp_min(0)
         self.outputs: list[tuple[Any, int]] = []  # (how it is laid out, its index)
         self._counts: dict[int, list[int]] = {}
+        self._steps: list[Step] | None = None
         # Slices along the sequence: each row's read columns are where its own real tokens lie, which
         # a gather can take from the compacted rows if the slice is of [B, L, ...].
         roles = packed.analysis.roles
@@ -370,11 +371,13 @@ class _Reference:
         sizes = packed.sizes(batch) | {"B": len(rows), "L": longest}
         leaves = output_nodes(capture)
         nodes = [leaves[j] for _, j in self.outputs]
+        if self._steps is None:
+            self._steps = schedule(capture, roles, nodes, feeds, whole=not self.captured, state=True)
         with widened.active(batch.mask.device.type) if widened else nullcontext():
             found = evaluate(
                 capture, roles, nodes, sizes, feeds, whole=not self.captured,
                 take=self._taker(index) if self.gathers else None, literal=_no_dropout, state=True,
-                widened=widened,
+                widened=widened, steps=self._steps,
             )  # fmt: skip
         values = [found[n] for n in nodes]
         return [
@@ -481,6 +484,7 @@ def _compare_gradients(
 ) -> Verification:
     """Each tensor's gradient by itself: its error against its own noise, or the middle one's of all
     (relative to its size), whichever is larger."""
+    sketches = {name: _on_host(found) for name, found in sketches.items()}
     total = {p: _sum(sketches["few"].get(p), sketches["rest"].get(p)) for p in places}
     norms = {p: size(t) for p, t in total.items()}
     noises = {}
@@ -508,6 +512,11 @@ def _compare_gradients(
     ratio, place, error, allowed = worst
     why = f"{len(places)} tensors, nearest its tolerance: {dotted(packed.capture.inputs[place].source)}"
     return Verification("", error, allowed, True, ratio <= 1, why)
+
+
+def _on_host(found: dict[int, Tensor]) -> dict[int, Tensor]:
+    """The same tensors in the host's memory, by one copy."""
+    return dict(zip(found, torch.stack(list(found.values())).cpu(), strict=True)) if found else {}
 
 
 def _relative(narrow: Tensor | None, wide: Tensor | None) -> float:
@@ -545,9 +554,9 @@ def _few(rows: list[int], lengths: list[int], plan: Plan) -> list[int]:
 
 
 def _chunks(rows: list[int], few: list[int], lengths: list[int], plan: Plan) -> Iterator[list[int]]:
-    """All rows, in batches of about a quarter of the stored tokens; first those run alone."""
+    """All rows, in batches of about half the stored tokens; first those run alone."""
     yield few
-    most = max(plan.longest, plan.run_tokens // 4)
+    most = max(plan.longest, plan.run_tokens // 2)
     chunk: list[int] = []
     # Rows of like length need little padding.
     for row in sorted(set(rows) - set(few), key=lambda r: lengths[r]):

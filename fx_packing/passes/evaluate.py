@@ -10,7 +10,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import ExitStack, contextmanager
 from functools import partial
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch.fx import Node
@@ -59,6 +59,43 @@ def _takes_all(roles: Roles, node: Node, whole: bool) -> bool:
     return whole or cut.symbol == cut.parent
 
 
+class Step(NamedTuple):
+    """One node to run."""
+
+    node: Node
+    operands: list[Node]
+    done: list[Node]  # operands that nothing reads any more
+    plain: bool  # its arguments have no size in them
+
+
+def schedule(
+    capture: Capture,
+    roles: Roles,
+    targets: list[Node],
+    feeds: Iterable[Node],
+    *,
+    whole: bool = False,
+    state: bool = False,
+) -> list[Step]:
+    """What `evaluate` has to run for `targets`: the same for all sizes."""
+    wanted = set(ancestors(capture, roles, targets, feeds, whole=whole))
+    nodes = [n for n in capture.nodes if n in wanted or (state and n.target in STATE)]
+    operands = {n: capture.operands(n) for n in nodes}
+    last = {operand: n for n in nodes for operand in operands[n]}
+    kept, steps = set(targets), []
+    for node in nodes:
+        read = dict.fromkeys(operands[node])
+        done = [o for o in read if last[o] is node and o not in kept]
+        steps.append(Step(node, operands[node], done, not _has_sizes(roles.args.get(node))))
+    return steps
+
+
+def _has_sizes(args: Any) -> bool:
+    found: list[Size] = []
+    map_sizes(args, lambda s: found.append(s) or 0)  # type: ignore[func-returns-value]
+    return bool(found)
+
+
 def evaluate(
     capture: Capture,
     roles: Roles,
@@ -71,26 +108,24 @@ def evaluate(
     literal: Callable[[Node, Any], Any] | None = None,
     state: bool = False,
     widened: Widened | None = None,
+    steps: list[Step] | None = None,
 ) -> dict[Node, Any]:
     """The values of `targets` where the symbols have the given `sizes`.
 
     `feeds` gives the values of some nodes (placeholders, or any node at which to start). With
     `whole`, slices along the sequence take all of it, or what ``take(tensor, dim, node)`` gives.
-    `literal` may replace numbers in arguments. With `state`, the graph's own
-    autocast regions hold, and where gradients are recorded its no-grad regions too; both end as they
-    began. With `widened`, all is in float32 at least. Raises whatever an operation raises, and KeyError
-    where an input was not fed.
+    `literal` may replace numbers in arguments. With `state`, the graph's own autocast regions hold,
+    and where gradients are recorded its no-grad regions too; both end as they began. With `widened`,
+    all is in float32 at least. `steps` is the `schedule`, if it is known. Raises whatever an operation
+    raises, and KeyError where an input was not fed.
     """
     sizes = dict(sizes)
     values: dict[Node, Any] = {}
-    wanted = set(ancestors(capture, roles, targets, feeds, whole=whole))
-    nodes = [n for n in capture.nodes if n in wanted or (state and n.target in STATE)]
-    last: dict[Node, Node] = {}
-    for node in nodes:
-        for operand in capture.operands(node):
-            last[operand] = node
+    if steps is None:
+        steps = schedule(capture, roles, targets, feeds, whole=whole, state=state)
     with _regions() as switch:
-        for node in nodes:
+        for step in steps:
+            node, operands = step.node, step.operands
             if node in feeds:
                 values[node] = feeds[node]
                 continue
@@ -99,8 +134,7 @@ def evaluate(
                     continue
                 values[node] = switch(node.target, [values.get(a, a) for a in node.args])
                 continue
-            run = partial(_run, capture, roles, node, sizes, whole, take, literal, widened)
-            operands = capture.operands(node)
+            run = partial(_run, capture, roles, step, sizes, whole, take, literal, widened)
             rows = max((len(v) for o in operands if isinstance(v := values.get(o), _Rows)), default=None)
             if node.target is row:
                 values[node] = _Rows(values[operands[0]])
@@ -111,9 +145,8 @@ def evaluate(
                 values[node] = _Rows(map(run, parts))
             else:
                 values[node] = run(values)
-            for operand in set(operands):
-                if last[operand] is node and operand not in targets:
-                    values.pop(operand, None)
+            for operand in step.done:
+                values.pop(operand, None)
     return {t: values[t] for t in targets}
 
 
@@ -152,7 +185,7 @@ def _regions() -> Iterator[Callable[[Any, list[Any]], Any]]:
 def _run(
     capture: Capture,
     roles: Roles,
-    node: Node,
+    step: Step,
     sizes: dict[str, int],
     whole: bool,
     take: Callable[[Any, int, Node], Any] | None,
@@ -160,6 +193,7 @@ def _run(
     widened: Widened | None,
     values: dict[Node, Any],
 ) -> Any:
+    node = step.node
     if roles.exact(node, sizes):
         return _number(roles, roles.values[node], sizes)
     if node.op == "placeholder":
@@ -171,11 +205,18 @@ def _run(
     args, kwargs = roles.args[node]
     if literal is not None:
         args, kwargs = literal(node, (args, kwargs))
-    args, kwargs = map_sizes((args, kwargs), lambda s: roles.at(s, sizes))
+    if not step.plain:
+        args, kwargs = map_sizes((args, kwargs), lambda s: roles.at(s, sizes))
 
     def value(arg: Any) -> Any:
-        wide = widened or (lambda v: v)
-        return map_arg(arg, lambda n: map_arg(capture.resolve(n), lambda r: _each(wide, values[r])))
+        def known(node: Node) -> Any:
+            return values[node] if widened is None else _each(widened, values[node])
+
+        def of(node: Node) -> Any:
+            resolved = capture.resolve(node)
+            return known(resolved) if isinstance(resolved, Node) else map_arg(resolved, known)
+
+        return map_arg(arg, of)
 
     if node in roles.tables:
         return cut_table((value(args[0]), args[1]), roles.tables[node], sizes["L"])
