@@ -46,7 +46,7 @@ class Options:
     """Parsed options; the README's table says what each means."""
 
     layout: str = "auto"
-    min_sharing: float = 1.1
+    min_sharing: float = 1.15
     mini_batch_rows: int | None = None
     max_tokens: int | None = None
     positions: str = "row"

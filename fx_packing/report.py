@@ -140,7 +140,8 @@ def _lines(graph: GraphReport) -> str:
         lines.append("  compiled      " + ", ".join(f"{k}: {v}" for k, v in graph.compiles.items()))
     run = graph.last
     if run is not None:
-        tokens = f"{run.padded_tokens} padded, {run.real_tokens} real, {run.run_tokens} run"
+        real = "" if run.real_tokens is None else f"{run.real_tokens} real, "
+        tokens = f"{run.padded_tokens} padded, {real}{run.run_tokens} run"
         saved = run.padded_tokens / max(run.run_tokens, 1)
         lines.append(
             f"  last run      {run.layout}" + (f" ({run.kernel})" if run.kernel else "")
@@ -220,7 +221,7 @@ def drop(graphs: list[GraphReport]) -> None:
 
 def warn_once(key: str, message: str) -> None:
     """One ``UserWarning`` a cause, and a log line."""
-    log.warning(message)
+    log.info(message)
     with _lock:
         if key in _warned:
             return

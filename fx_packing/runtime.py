@@ -16,17 +16,26 @@ from torch.fx import Node
 from . import attention as kernels
 from . import compat, report, switch, tiles, verify
 from .cap import token_cap
+from .errors import PackingError
 from .forest import Plan, Read, make_plan
 from .inner import Compiled, compile_flat
 from .masks import BLOCK
 from .options import Options
 from .passes import Analysis
-from .passes.flatten import Entering, FlatGraph, Scalar, TailGraph
+from .passes.flatten import Entering, FlatGraph, Output, Scalar, TailGraph
 from .verdicts import Extent, Verdict, Verdicts
 
 
 class Fallback(Exception):
     """This batch runs as captured; ``str()`` is the reason."""
+
+
+class Unfit(Fallback):
+    """It does so because of what it is, which its user should hear of once for each `cause`."""
+
+    def __init__(self, cause: str, reason: str) -> None:
+        super().__init__(reason)
+        self.cause = cause
 
 
 @dataclass
@@ -94,6 +103,10 @@ class Packed:
             with self._lock:
                 result = self._run(batch)
         except Fallback as reason:
+            if isinstance(reason, Unfit):
+                if self.options.on_refuse == "raise":
+                    raise PackingError(f"grpo_pack: {reason}") from None
+                self._tell(f"{self.record.model} {reason.cause}", f"a batch runs as captured: {reason}")
             result = self._run_padded(args, str(reason))
         while self._told:
             report.warn_once(*self._told.pop(0))
@@ -197,17 +210,17 @@ class Packed:
         for item in self._tokens:
             if tuple(args[item.index].shape[:2]) != (rows, columns):
                 shape = list(args[item.index].shape)
-                raise Fallback(f"{item.source} has shape {shape}, expected [{rows}, {columns}, ...]")
+                why = f"{item.source} has shape {shape}, expected [{rows}, {columns}, ...]"
+                raise Unfit(f"shape of {item.source}", why)
         for node, value in self.analysis.roles.pinned.items():
             source = self.capture.by_node[self.capture.resolve(node.args[0])]
             if args[source.index].item() != value:
                 why = f"{source.source} changed from {value} since the graph was captured"
-                self._tell(
+                raise Unfit(
                     f"{source.source} changed",
                     f"{why}, and became part of what is compiled: such calls run as captured. Compile with "
                     "dynamic=False, which captures each value anew, or keep it fixed",
                 )
-                raise Fallback(why)
         padding = self.analysis.padding
         device = args[self._tokens[0].index].device
         flags: dict[str, Tensor] = {}
@@ -248,7 +261,7 @@ class Packed:
             if line.parts:
                 joined[name] = line.parts
                 if len({found[p][1] - found[p][0] for p in line.parts}) > 1:
-                    raise Fallback(f"the slices {' and '.join(line.parts)} differ in length")
+                    raise Unfit("lengths", f"the slices {' and '.join(line.parts)} differ in length")
                 continue
             low, high = found[line.parent]
             start, stop, _ = slice(number(line.cut.start), number(line.cut.stop)).indices(high - low)
@@ -306,7 +319,7 @@ class Packed:
         )  # fmt: skip
         for why, value in zip(batch.flags, plan.flags, strict=False):
             if value:
-                raise Fallback(why)
+                raise Unfit(why, why)
         return plan
 
     def _not_shared(self, batch: Batch) -> str | None:
@@ -490,7 +503,7 @@ class Packed:
             if output.kind == "input":
                 outputs.append(batch.args[output.value])
             elif output.kind == "plain":
-                outputs.append(results[output.value])
+                outputs.append(_like_captured(results[output.value], output))
             elif output.kind == "size":
                 outputs.append(self.analysis.roles.at(output.value, self.sizes(batch)))
             elif output.kind in ("padded", "merged"):
@@ -498,7 +511,7 @@ class Packed:
                 if output.late and output.columns != flat.tail.columns:
                     slot = self._slot(batch, plan, flat.tail.columns)
                     slot = torch.where(batch.real(output.columns), slot, -1)
-                outputs.append(_scatter(results[output.value], slot, output.kind))
+                outputs.append(_scatter(_like_captured(results[output.value], output), slot, output.kind))
             else:
                 outputs.append(output.value)
         return tuple(outputs)
@@ -524,7 +537,8 @@ class Packed:
         if cap is None or plan.run_tokens <= cap:
             return None
         if plan.longest > cap:
-            raise Fallback(f"a row of {plan.longest} tokens exceeds the cap of {cap} tokens ({what})")
+            why = f"a row of {plan.longest} tokens exceeds the cap of {cap} tokens ({what})"
+            raise Unfit("cap", why)
         sizes, added = torch.stack((batch.mask.sum(1)[plan.order], plan.added)).tolist()
         bins: list[list[int]] = []
         total = cap + 1
@@ -631,9 +645,9 @@ class Packed:
 
 
 _TORN = (
-    "a hole in the mask parts a token from the one before it (prompts padded on the right, before their "
-    "completions?), and slices side by side read the hole: such numbers belong to no token; pad prompts "
-    "on the left"
+    "slices side by side read a place without a token, where the other has a token that is not its row's "
+    "first: such numbers belong to no token. Prompts padded on the right, before their completions, do so "
+    "(pad them on the left), other holes in the mask, and shifts by more than one"
 )
 
 
@@ -696,6 +710,11 @@ def _gather(batch: Batch, plan: Plan, value: Tensor, dim: int) -> Tensor:
     else:
         flat = flat[source.unsqueeze(0)]
     return compat.mark_dynamic(flat, 1)
+
+
+def _like_captured(result: Tensor, output: Output) -> Tensor:
+    """Without a gradient where the captured graph gives none: a flat graph may compute it with others."""
+    return result.detach() if output.detached else result
 
 
 def _scatter(result: Tensor, slot: Tensor, kind: str) -> Tensor:

@@ -20,7 +20,7 @@ import fx_packing
 from fx_packing import inner
 from fx_packing.report import GraphReport
 
-BUDGET = 1.1  # the default of the option min_sharing
+BUDGET = 1.15  # the default of the option min_sharing
 
 
 def pack(model: Any, **options: Any) -> Any:

@@ -487,6 +487,28 @@ def test_a_refused_model_is_said_once_with_the_reason():
     assert set(fx_packing.report().graphs[-1].runs) == {"padded"}
 
 
+CASES = {
+    "two": (lambda mask: mask * 2, {}, "values other than 0 and 1"),
+    "cap": (lambda mask: mask, {"max_tokens": 8}, "exceeds the cap of 8 tokens"),
+}
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_a_batch_that_cannot_be_packed_is_said_once(case):
+    change, options, reason = CASES[case]
+    model, batch = decoder(), shared_batch("left")
+    mask = change(batch.mask)
+    packed = pack(model, **options)
+    with messages() as told, torch.no_grad():
+        for _ in range(3):
+            got = packed(batch.ids, mask)
+            assert float((got - model(batch.ids, mask))[batch.mask.bool()].abs().max()) < 2e-5
+    assert len(told) == 1 and "a batch runs as captured" in told[0] and reason in told[0]
+    assert fx_packing.report().graphs[-1].runs == {"padded": 3}
+    with torch.no_grad(), pytest.raises(fx_packing.PackingError, match=reason):
+        pack(model, on_refuse="raise", **options)(batch.ids, mask)
+
+
 def test_pieces_without_attention_and_what_is_switched_off_are_not_warned_of():
     model, batch = tiny.build("llama"), shared_batch("left")
     with messages() as told, torch.no_grad():

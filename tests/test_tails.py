@@ -6,7 +6,7 @@ import pytest
 import tiny
 import torch
 import torch.nn.functional as F
-from packing import assert_packed, assert_tail, pack, shared_batch
+from packing import assert_gradients, assert_packed, assert_tail, gradients, pack, shared_batch
 from test_logprobs import small_tiles  # noqa: F401
 
 import fx_packing
@@ -69,8 +69,16 @@ def masked_and_kept_at_last(model, ids, mask):
     return (logps * (mask[:, 1:] * mask[:, :-1]))[:, -KEEP:]
 
 
+def normalised_without_gradients(model, ids, mask):
+    logits = model(ids, mask)[:, :-1]
+    with torch.no_grad():
+        normaliser = logits.logsumexp(-1)
+    return logits.gather(-1, ids[:, 1:, None])[..., 0] - normaliser
+
+
 FORMS = (
-    classes_in_the_middle, classes_in_the_middle_of_the_kept, merged, merged_by_the_vocabulary,
+    normalised_without_gradients, classes_in_the_middle, classes_in_the_middle_of_the_kept, merged,
+    merged_by_the_vocabulary,
     kept_at_last, kept_at_last_of_more, kept_twice, kept_at_last_and_masked, masked_and_kept_at_last,
 )  # fmt: skip
 
@@ -160,3 +168,72 @@ def test_what_needs_the_logits_alone_beside_a_slice_of_joined_slices(model):
         assert not bool(a[~real.bool()].any())
     assert_packed("prefix", ids, mask)
     assert fx_packing.report().graphs[-1].last.tiles
+
+
+@pytest.mark.parametrize("layout", ("varlen", "prefix"))
+def test_an_entropy_without_gradients_has_none(layout, model, small_tiles):  # noqa: F811
+    """As trainers log it: the same bits, and no graph of autograd that a log would keep alive."""
+
+    def score(model, ids, mask):
+        logits = model(ids, mask)[:, :-1]
+        with torch.no_grad():
+            logs = logits.log_softmax(-1)
+            entropy = -(logs.exp() * logs).sum(-1)
+        return logps_of(logits, ids[:, 1:]), entropy
+
+    ids, mask = shared_batch("left")
+    got, want = pack(score, layout=layout, inner="aot_eager")(model, ids, mask), score(model, ids, mask)
+    assert [v.requires_grad for v in got] == [v.requires_grad for v in want] == [True, False]
+    known = (mask[:, 1:] * mask[:, :-1]).bool()
+    for a, b in zip(got, want, strict=True):
+        assert float((a - b)[known].detach().abs().max()) < 1e-10
+    found, exact = (gradients(model, v[0][known].sum()) for v in (got, want))
+    assert_gradients(found, exact, 1e-10)
+    assert_packed(layout, ids, mask)
+    assert fx_packing.report().graphs[-1].last.tiles > 1
+
+
+def test_hidden_states_that_are_detached_have_no_gradient(model):
+    def hidden(model, ids, mask):
+        logits = model(ids, mask)
+        return logits, logits.detach() * 2
+
+    ids, mask = shared_batch("left")
+    got = pack(hidden, layout="prefix")(model, ids, mask)
+    assert [v.requires_grad for v in got] == [True, False]
+    assert_packed("prefix", ids, mask)
+
+
+def test_a_head_without_gradients(model):
+    def score(model, ids, mask):
+        with torch.no_grad():
+            logits = model(ids, mask)[:, :-1]
+        temperature = model.embed.weight.mean() + 1
+        return logps_of(logits / temperature, ids[:, 1:])
+
+    ids, mask = shared_batch("left")
+    got, want = pack(score, layout="prefix")(model, ids, mask), score(model, ids, mask)
+    known = (mask[:, 1:] * mask[:, :-1]).bool()
+    assert float((got - want)[known].detach().abs().max()) < 1e-10
+    found, exact = (
+        torch.autograd.grad(v[known].sum(), model.embed.weight)[0] for v in (got, want)
+    )
+    assert float((found - exact).abs().max()) < 1e-10 * float(exact.abs().max())
+    assert fx_packing.report().graphs[-1].last.layout == "prefix"
+
+
+def test_autocast_around_the_head_is_kept():
+    """In float32 with autocast inside: the head computes in bfloat16, as it was captured."""
+
+    def score(model, ids, mask):
+        with torch.autocast("cpu", torch.bfloat16):
+            logits = model(ids, mask)[:, :-1]
+        return logits.float().amax(-1)
+
+    model = tiny.PlainDecoder(hidden=32)
+    ids, mask = shared_batch("left")
+    with torch.no_grad():
+        for got in (score(model, ids, mask), pack(score, layout="prefix")(model, ids, mask)):
+            assert torch.equal(got.bfloat16().float(), got)
+        assert not torch.equal(model(ids, mask).bfloat16().float(), model(ids, mask))
+    assert_packed("prefix", ids, mask)

@@ -51,6 +51,7 @@ class Output:
     value: Any = None
     columns: str = "L"
     late: bool = False  # a result of the tail
+    detached: bool = False  # whether it has no gradient where it was captured
 
 
 @dataclass
@@ -133,6 +134,7 @@ def flatten(
     outputs, results, late = [], [], []
     for arg in _leaves(capture.output.args[0]):
         output = _output(capture, roles, proof.layouts, arg)
+        output.detached = _has_no_gradient(output.value)
         if output.value in apart:
             output.late = True
             late.append(output)
@@ -478,6 +480,12 @@ class _TailWriter(_Writer):
     tail: Tail
 
     def _node(self, node: Node, scope: Scope) -> Node:
+        written = self._written(node, scope)
+        if node in self.tail.detached and isinstance(self.roles.values[node], torch.Tensor):
+            return scope.graph.call_method("detach", (written,))
+        return written
+
+    def _written(self, node: Node, scope: Scope) -> Node:
         if node is not self.tail.head:
             return super()._node(node, scope)
         # What the graph changes in place must not be the leaf that gradients are taken of.
@@ -517,6 +525,11 @@ def _output(capture: Capture, roles: Roles, layouts: dict[Node, Layout], arg: An
     text = ", ".join("*".join(map(str, f)) or "1" for f in layout)
     hint = "keys and values of a cache? pass use_cache=False" if len(layout) == 4 else "not supported"
     raise Refused(f"an output of shape [{text}] is neither [B, L, ...] nor [B * L, ...] ({hint})")
+
+
+def _has_no_gradient(node: Any) -> bool:
+    example = node.meta.get("example_value") if isinstance(node, Node) else None
+    return isinstance(example, torch.Tensor) and example.is_floating_point() and not example.requires_grad
 
 
 def output_nodes(capture: Capture) -> list[Any]:

@@ -11,6 +11,7 @@ here. The tail of a graph that returns the logits themselves, or anything else a
 from __future__ import annotations
 
 import math
+import operator
 from dataclasses import dataclass, field, replace
 
 import torch
@@ -30,6 +31,8 @@ class Tail:
 
     `parts` says of each value that enters it from outside, token by token, which of the joined
     slices it becomes part of (its own line where nothing is joined).
+
+    The backward runs a tail once more, with gradients: what the graph computes without them is detached.
     """
 
     head: Node
@@ -39,6 +42,7 @@ class Tail:
     nodes: list[Node]
     columns: str
     parts: dict[Node, str] = field(default_factory=dict)
+    detached: set[Node] = field(default_factory=set)  # computed in a no-grad region
 
 
 def find_tail(
@@ -91,7 +95,10 @@ def _tail(
     wanted = set(proof.columns[columns].parts) if joined else {columns}
     if columns is None or len(joined) > 1 or not lines <= wanted | {columns}:
         return None
-    tail = Tail(head, hidden, weight, bias, nodes, columns)
+    detached = _without_gradients(capture, roles, head, inside)
+    if detached is None:
+        return None
+    tail = Tail(head, hidden, weight, bias, nodes, columns, detached=detached)
     entering = [head, *(o for n in nodes for o in capture.operands(n) if o not in inside)]
     for node in dict.fromkeys(entering):
         if node is hidden or node not in proof.layouts or line_of(proof.layouts[node]) is None:
@@ -109,6 +116,29 @@ def _tail(
         anchored = replace(known, name=tail.columns, anchor=tail.parts[hidden])
         proof.columns.setdefault(tail.columns, anchored)
     return tail
+
+
+def _without_gradients(capture: Capture, roles: Roles, head: Node, inside: set[Node]) -> set[Node] | None:
+    """Those of `inside` that are computed in a no-grad region. None where a tail does not keep a mode that
+    the graph sets: autocast around or behind the head, gradients where there would be none."""
+    found: set[Node] = set()
+    enabled, behind = True, False
+    for node in capture.nodes:
+        behind |= node is head
+        if node.target is torch._C._set_grad_enabled:
+            if node.args[0] and enabled:
+                return None
+            enabled = bool(node.args[0])
+        elif node.target in STATE and node.target is not torch._C._log_api_usage_once:
+            if behind:
+                return None
+        elif node in inside and not enabled:
+            if node in roles.mutations:
+                return None
+            found.add(node)
+        elif node.target is operator.getitem and node in inside and node.args[0] in found:
+            found.add(node)  # of a tuple, which cannot be detached itself
+    return found
 
 
 def _entangled(capture: Capture, roles: Roles, attention: list[Attention], proof: Proof, node: Node) -> bool:

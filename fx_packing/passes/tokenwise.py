@@ -210,8 +210,9 @@ def _placeholder(capture: Capture, roles: Roles, node: Node, checker: _Checker) 
         symbols = {f for factors in checker.layout(layout) for f in factors if isinstance(f, str)}
         if "B" in symbols and "L" not in symbols:
             raise Refused(
-                f"the input {item.source} of shape {list(item.shape)} has one entry a row, not "
-                f"one a token, which is not supported"
+                f"the input {item.source} of shape {list(item.shape)} is [B, ...] with other columns than "
+                f"the batch's {capture.columns}, which is not supported: what has one entry a row, or one a "
+                f"kept column, is best combined with the result, outside"
             )
         if "B" in roles.primes and "L" in symbols and "B" not in symbols and item.shape[0] != 1:
             raise Refused(

@@ -104,7 +104,8 @@ def check(kernel, run, plan, mask, *, heads, sizes, dtype, window=None, softcap=
     for name, a, b, t in zip(("out", "q", "k", "v"), ours, plain, truth, strict=True):
         assert a.isfinite().all(), name
         error, noise = (a - t).abs(), (b - t).abs()
-        size = t.abs().amax() * torch.finfo(dtype).eps
+        # Where the truth is 0 (rows of one token give q and k no gradient), what cancels rounds.
+        size = (t if t.any() else truth[0]).abs().amax() * torch.finfo(dtype).eps
         assert error.square().mean().sqrt() <= 1.5 * noise.square().mean().sqrt() + size, name
         # In float32 the order of the sums is the whole error; a shared token sums over its rows.
         slack = 32 if dtype == torch.float32 else 1
