@@ -135,7 +135,7 @@ HEADS = {
 }
 
 
-@pytest.mark.parametrize("layout", ("varlen", "prefix"))
+@pytest.mark.parametrize("layout", (pytest.param("varlen", marks=pytest.mark.slow), "prefix"))
 @pytest.mark.parametrize("head", HEADS)
 def test_values_and_gradients_in_float64(head, layout, small_tiles):
     model = Head(**HEADS[head])
@@ -219,7 +219,7 @@ def statistics(model, ids, mask):
     return logps.gather(-1, targets[..., None])[..., 0], entropy, top
 
 
-@pytest.mark.parametrize("layout", ("varlen", "prefix"))
+@pytest.mark.parametrize("layout", (pytest.param("varlen", marks=pytest.mark.slow), "prefix"))
 @pytest.mark.parametrize("fn", (full_then_shift, kept_then_shift, full_then_kept, cross_entropy, statistics))
 def test_functions_that_others_wrote(fn, layout, small_tiles):
     model = tiny.build("llama")

@@ -90,7 +90,7 @@ FOLDED = (
 )  # fmt: skip
 
 
-@pytest.mark.parametrize("layout", ("varlen", "prefix"))
+@pytest.mark.parametrize("layout", (pytest.param("varlen", marks=pytest.mark.slow), "prefix"))
 @pytest.mark.parametrize("fn", FOLDED)
 def test_a_loop_over_the_rows_is_packed(fn, layout, model):
     ids, mask = shared_batch("left")
@@ -110,7 +110,9 @@ def test_sizes_that_coincide(fn, rows, length, model):
     assert graph.runs == {"varlen": 1} and graph.last.run_tokens == int(mask.sum())
 
 
-@pytest.mark.parametrize("fn", (zipped, sliced_inside, kept))
+@pytest.mark.parametrize(
+    "fn", (zipped, *(pytest.param(f, marks=pytest.mark.slow) for f in (sliced_inside, kept)))
+)
 def test_dynamic_shapes(fn, model):
     """Dynamo makes a loop's length a constant: another B is captured anew, another L is not."""
     run = packed(fn, dynamic=True, layout="varlen")
@@ -125,7 +127,7 @@ def test_dynamic_shapes(fn, model):
         assert len(graphs) == captures and graphs[-1].last.layout == "varlen"
 
 
-@pytest.mark.parametrize("positions", ("row", "captured"))
+@pytest.mark.parametrize("positions", ("row", pytest.param("captured", marks=pytest.mark.slow)))
 def test_a_checked_loop_in_half_precision(positions, model):
     model = tiny.build("llama").bfloat16()
     ids, mask = shared_batch("left")

@@ -89,7 +89,7 @@ def known(fn, ids, mask):
     return mask[:, -KEEP:-1] * mask[:, -KEEP - 1 : -2]
 
 
-@pytest.mark.parametrize("layout", ("varlen", "prefix"))
+@pytest.mark.parametrize("layout", (pytest.param("varlen", marks=pytest.mark.slow), "prefix"))
 @pytest.mark.parametrize("fn", FORMS)
 def test_a_form_is_packed(fn, layout, model, small_tiles):  # noqa: F811
     ids, mask = shared_batch("left")
@@ -98,7 +98,7 @@ def test_a_form_is_packed(fn, layout, model, small_tiles):  # noqa: F811
     assert graph.last.tiles > 1
 
 
-@pytest.mark.parametrize("fn", FORMS)
+@pytest.mark.parametrize("fn", [*FORMS[:3], *(pytest.param(f, marks=pytest.mark.slow) for f in FORMS[3:])])
 def test_a_form_under_dynamic_shapes(fn, model):
     """One capture serves every shape."""
     run = pack(fn, dynamic=True, layout="varlen")
