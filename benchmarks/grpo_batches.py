@@ -93,30 +93,30 @@ def tail(hidden, weight, targets, tile=2048):
     return torch.cat(parts)
 
 
-def whole(function, model, ids, mask, keep, backward):
+def whole(function, model, ids, mask, keep):
     """The same with the model's own head and `per_token_logps`, compiled whole."""
-    logps = function(model, ids, mask, keep)[mask[:, -keep:].bool()]
-    if backward:
-        logps.mean().backward()
-        model.zero_grad(set_to_none=True)
-    return logps.detach()
+    return function(model, ids, mask, keep)[mask[:, -keep:].bool()]
 
 
-def step(trunk, model, ids, mask, keep, backward):
-    if trunk not in (None, model.model) and getattr(trunk, "whole", False):
-        return whole(trunk.function, model, ids, mask, keep, backward)
+def after_trunk(trunk, model, ids, mask, keep):
     hidden = trunk(input_ids=ids, attention_mask=mask, use_cache=False).last_hidden_state
     real = mask[:, -keep:].bool()
-    logps = tail(hidden[:, -keep - 1 : -1][real], model.lm_head.weight, ids[:, -keep:][real])
-    if backward:
-        (logps.mean()).backward()
-        model.zero_grad(set_to_none=True)
-    return logps.detach()
+    return tail(hidden[:, -keep - 1 : -1][real], model.lm_head.weight, ids[:, -keep:][real])
 
 
-def by_hand_step(trunk, model, tree, backward):
+def after_trunk_by_hand(trunk, model, tree):
     hidden = trunk(input_ids=tree.ids, position_ids=tree.positions, attention_mask=tree.mask, use_cache=False)
-    logps = tail(hidden.last_hidden_state[0][tree.read], model.lm_head.weight, tree.targets)
+    return tail(hidden.last_hidden_state[0][tree.read], model.lm_head.weight, tree.targets)
+
+
+def step(trunk, model, ids, mask, keep, backward, tree=None):
+    """The log-probabilities of the completions, and with `backward` the gradients of their mean."""
+    if tree is not None:
+        logps = after_trunk_by_hand(trunk, model, tree)
+    elif getattr(trunk, "whole", False):
+        logps = whole(trunk.function, model, ids, mask, keep)
+    else:
+        logps = after_trunk(trunk, model, ids, mask, keep)
     if backward:
         logps.mean().backward()
         model.zero_grad(set_to_none=True)
@@ -167,11 +167,7 @@ def run(trunk, model, spec, repeats, device, kept=False):
         tree = by_hand.build_tree(ids, mask, keep, spec[1])
         result |= {"ran": "by hand", "kernel": "flex", "run": tree.tokens}
     for key, backward in (("forward", False), ("both", True)):
-        once = lambda: (  # noqa: E731
-            by_hand_step(trunk, model, tree, backward)  # noqa: B023
-            if tree
-            else step(trunk, model, own(ids), own(mask), keep, backward)  # noqa: B023
-        )
+        once = lambda: step(trunk, model, own(ids), own(mask), keep, backward, tree)  # noqa: B023, E731
         with torch.set_grad_enabled(backward):
             began = time.perf_counter()
             last, logps = logps, once().cpu()  # waits for the GPU

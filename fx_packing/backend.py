@@ -52,9 +52,7 @@ class GrpoPack:
             analysis = self._analyse(gm, example_inputs, parsed)
         except Refused as refusal:
             reason = f"{_FSDP} ({refusal})" if compat.fsdp_is_splitting() else str(refusal)
-            wanted = switch.ENABLED and parsed.enabled
-            heavy = wanted and capture.has_attention(gm)  # else a piece that nobody meant to pack
-            return self._refuse(gm, example_inputs, parsed, record, reason, warn=heavy)
+            return self._refuse(gm, example_inputs, parsed, record, reason, warn=True)
         record.rewritten = True
         record.attention = report.describe_attention(analysis.attention)
         record.guards = cap.guard(analysis, parsed)
@@ -98,8 +96,10 @@ class GrpoPack:
         record.reason = reason
         report.log.info("%s runs as captured: %s", record.title, reason)
         compat.count("refused")
-        if options.on_refuse == "raise" and switch.ENABLED and options.enabled:
+        active = switch.ENABLED and options.enabled
+        if active and options.on_refuse == "raise":
             raise PackingError(f"grpo_pack: {reason}")
+        warn = warn and active and passes.attention.has_attention(gm)  # no piece that nobody meant to pack
         compiled = inner.compile_captured(gm, example_inputs, options.inner)
         return watch.entered(runtime.AsCaptured(compiled, record, reason, warn))
 

@@ -20,11 +20,6 @@ from torch.fx import GraphModule, Node
 from . import compat
 from .errors import Refused, describe, where
 
-_ATTENTION = {
-    torch.nn.functional.scaled_dot_product_attention, torch.nn.functional.softmax, torch.softmax,
-    compat.FLEX_ATTENTION,
-}  # fmt: skip
-
 
 @dataclass
 class Input:
@@ -205,9 +200,3 @@ def _token_shape(capture: Capture) -> tuple[int, int]:
         "no padded token input was found: the graph has neither token ids [B, L] that feed an "
         "embedding nor embeddings [B, L, H]"
     )
-
-
-def has_attention(gm: GraphModule) -> bool:
-    """Whether attention is in the graph, at any depth: a model, not a piece of one."""
-    graphs = [m.graph for m in gm.modules() if isinstance(m, GraphModule)]
-    return any(n.target in _ATTENTION for g in graphs for n in g.nodes)

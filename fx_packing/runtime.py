@@ -108,8 +108,9 @@ class Packed:
                     raise PackingError(f"grpo_pack: {reason}") from None
                 self._tell(f"{self.record.model} {reason.cause}", f"a batch runs as captured: {reason}")
             result = self._run_padded(args, str(reason))
-        while self._told:
-            report.warn_once(*self._told.pop(0))
+        told, self._told = self._told, []
+        for key, text in told:
+            report.warn_once(key, text)
         return result
 
     def _run(self, batch: Batch) -> Any:
@@ -475,7 +476,7 @@ class Packed:
 
     def _entries(self, batch: Batch, plan: Plan, columns: str) -> Entries:
         parts, known = batch.joined[columns], self.analysis.proof.columns
-        count = plan.flags[len(plan.flags) - len(batch.joined) + list(batch.joined).index(columns)]
+        count = _entry_counts(batch, plan)[columns]
 
         def build() -> Entries:
             slots = {p: self._read_of(batch, plan, p).slot for p in parts}
@@ -689,9 +690,13 @@ def _within(parent: Read, child: Read, stored: int) -> Tensor:
     return place[child.index]
 
 
+def _entry_counts(batch: Batch, plan: Plan) -> dict[str, int]:
+    """How many entries slices side by side have: behind the batch's own flags, as `make_plan` gives them."""
+    return dict(zip(batch.joined, plan.flags[len(batch.flags) :], strict=True))
+
+
 def _extent(batch: Batch, plan: Plan) -> Extent:
-    entries = plan.flags[len(batch.flags) :]  # of slices side by side
-    read = max((*(r.tokens for r in plan.reads), *entries), default=0)
+    read = max((*(r.tokens for r in plan.reads), *_entry_counts(batch, plan).values()), default=0)
     return Extent(plan.run_tokens, plan.longest, plan.rows, read)
 
 

@@ -132,11 +132,16 @@ def test_a_number_of_columns_that_cannot_be_kept(keep):
 HEADS = {
     "plain": {},
     "softcap": {"softcap": 3.0, "bias": True},
+    "bias": {"bias": True},
+    "logit scale": {"scale": 0.25},
 }
+SLOW_HEADS = ("bias", "logit scale")  # the first is in "softcap", the second as Cohere and Granite have it
 
 
 @pytest.mark.parametrize("layout", (pytest.param("varlen", marks=pytest.mark.slow), "prefix"))
-@pytest.mark.parametrize("head", HEADS)
+@pytest.mark.parametrize(
+    "head", [pytest.param(h, marks=pytest.mark.slow) if h in SLOW_HEADS else h for h in HEADS]
+)
 def test_values_and_gradients_in_float64(head, layout, small_tiles):
     model = Head(**HEADS[head])
     ids, mask = shared_batch("both")

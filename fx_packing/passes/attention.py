@@ -18,7 +18,7 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
-from torch.fx import Node
+from torch.fx import GraphModule, Node
 from torch.fx.node import map_arg
 
 from .. import compat
@@ -29,6 +29,7 @@ from .roles import Roles, Size, as_sizes
 from .widen import Widened
 
 SDPA = torch.nn.functional.scaled_dot_product_attention
+_ATTENDING = {SDPA, torch.nn.functional.softmax, torch.softmax, compat.FLEX_ATTENTION}
 _PRODUCTS = {torch.matmul, operator.matmul, torch.bmm, "matmul", "bmm"}
 _PROBE_LENGTH = 24
 _DETACHING = {"detach", "detach_", torch.detach}
@@ -68,6 +69,12 @@ class Attention:
     head_dim: int
     v_head_dim: int
     key_transposed: bool = False
+
+
+def has_attention(gm: GraphModule) -> bool:
+    """Whether attention is in the graph, at any depth: a model, not a piece of one."""
+    graphs = [m.graph for m in gm.modules() if isinstance(m, GraphModule)]
+    return any(n.target in _ATTENDING for g in graphs for n in g.nodes)
 
 
 def find_attention(capture: Capture, roles: Roles) -> list[Attention]:
