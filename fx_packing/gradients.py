@@ -10,6 +10,8 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
+from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import torch
@@ -26,7 +28,7 @@ class Leaves:
     def __init__(self, args: Sequence[Any]) -> None:
         self.args = list(args)
         self._index: dict[int, int] = {}  # id of an argument -> the first place it has
-        self._signs: dict[int, tuple[Tensor, Tensor]] = {}  # place -> those of its sketches
+        self._sketcher: Sketcher | None = None
         for i, arg in enumerate(self.args):
             if isinstance(arg, Tensor) and arg.requires_grad:
                 first = self._index.setdefault(id(arg), i)
@@ -37,26 +39,25 @@ class Leaves:
         """The arguments that need gradients, each once."""
         return list(self._index.values())
 
-    def backward(self, loss: Tensor, into: dict[int, Tensor]) -> None:
-        """Add the sketches of the gradients of `loss` to `into`, by argument, one at a time."""
+    def backward(self, loss: Tensor) -> Sketches:
+        """The sketches of the gradients of `loss`, of which no more than one is held at a time."""
+        leaves = {i: self.args[i] for i in self.places}
+        if self._sketcher is None:
+            self._sketcher = Sketcher(leaves)
         handles = [
-            self.args[i].register_post_accumulate_grad_hook(lambda leaf, i=i: self._take(leaf, i, into))
-            for i in self.places
+            leaf.register_post_accumulate_grad_hook(partial(self._take, i)) for i, leaf in leaves.items()
         ]
         try:
-            loss.backward(inputs=[self.args[i] for i in self.places])
+            loss.backward(inputs=list(leaves.values()))
         finally:
             for handle in handles:
                 handle.remove()
+        return self._sketcher.finish()
 
-    def _take(self, leaf: Tensor, place: int, into: dict[int, Tensor]) -> None:
+    def _take(self, place: int, leaf: Tensor) -> None:
         gradient, leaf.grad = leaf.grad, None
-        if gradient is None:
-            return
-        if place not in self._signs:
-            self._signs[place] = draw_signs(gradient, place)
-        found = sketch(gradient, *self._signs[place])
-        into[place] = into[place] + found if place in into else found
+        if gradient is not None:
+            self._sketcher.take(place, gradient)
 
 
 def _leaf(tensor: Tensor) -> Tensor:
@@ -66,33 +67,94 @@ def _leaf(tensor: Tensor) -> Tensor:
     return alias.requires_grad_()
 
 
+@dataclass
+class Sketches:
+    """Those of some gradients, by number; of several parts of a batch they add up."""
+
+    values: Tensor | None = None  # [n, K] float64, zeros where there was no gradient
+    found: frozenset[int] = frozenset()  # numbers that had one
+
+    def __add__(self, other: Sketches) -> Sketches:
+        if self.values is None or other.values is None:
+            return other if self.values is None else self
+        return Sketches(self.values + other.values, self.found | other.found)
+
+    def on_host(self) -> dict[int, Tensor]:
+        """``[K]`` of each gradient that there was, by one copy."""
+        rows = self.values.cpu() if self.values is not None else ()
+        return {n: row for n, row in enumerate(rows) if n in self.found}
+
+
+class Sketcher:
+    """Sketches gradients of given shapes one after the other, with few launches for each: ``G @ w``
+    of all is left in one tensor, and what follows is done for all at once."""
+
+    def __init__(self, tensors: dict[int, Tensor]) -> None:
+        self._numbers = max(tensors, default=-1) + 1
+        self._groups: dict[tuple, _Group] = {}
+        self._found: set[int] = set()
+        for number, tensor in tensors.items():
+            key = (torch.promote_types(tensor.dtype, torch.float32), tensor.device)
+            self._groups.setdefault(key, _Group(*key)).members[number] = _matrix(tensor).shape
+        for group in self._groups.values():
+            group.draw()
+
+    @torch.no_grad()
+    def take(self, number: int, gradient: Tensor) -> None:
+        """One gradient, whose memory may be used again after it."""
+        group = self._groups[torch.promote_types(gradient.dtype, torch.float32), gradient.device]
+        group.multiply(number, _matrix(gradient))
+        self._found.add(number)
+
+    @torch.no_grad()
+    def finish(self) -> Sketches:
+        """The sketches of what was taken since the last time."""
+        total = None
+        for group in self._groups.values():
+            found = group.reduce(self._numbers)
+            total = found if total is None else total + found.to(total.device)
+        found, self._found = frozenset(self._found), set()
+        return Sketches(total, found)
+
+
+class _Group:
+    """The gradients of one dtype (at least float32) on one device."""
+
+    def __init__(self, dtype: torch.dtype, device: torch.device) -> None:
+        self.dtype, self.device = dtype, device
+        self.members: dict[int, tuple[int, int]] = {}  # number -> m, n
+
+    def draw(self) -> None:
+        """The signs, always the same for the same shapes, and room for the products."""
+        generator = torch.Generator(self.device).manual_seed(0)
+        heights, widths = zip(*self.members.values(), strict=True)
+
+        def signs(rows: int) -> Tensor:
+            drawn = torch.empty(rows, _COUNT, dtype=torch.int8, device=self.device)
+            return drawn.random_(0, 2, generator=generator).to(self.dtype).mul_(2).sub_(1)
+
+        self.left, right = signs(sum(heights)), signs(sum(widths))
+        self.products = torch.zeros_like(self.left)
+        numbers = torch.tensor(list(self.members))
+        self.owner = numbers.repeat_interleave(torch.tensor(heights)).to(self.device)
+        self.right = dict(zip(self.members, right.split(widths), strict=True))
+        self.rows = dict(zip(self.members, self.products.split(heights), strict=True))
+
+    def multiply(self, number: int, matrix: Tensor) -> None:
+        step = max(1, _CHUNK // matrix.shape[1])
+        for part, out in zip(matrix.split(step), self.rows[number].split(step), strict=True):
+            torch.mm(part.to(self.dtype), self.right[number], out=out)
+
+    def reduce(self, numbers: int) -> Tensor:
+        """``[n, K]``: the products times the signs on the left, summed; the room is zeros again."""
+        total = self.left.new_zeros(numbers, _COUNT, dtype=torch.float64)
+        total.index_add_(0, self.owner, self.products.mul_(self.left).double())
+        self.products.zero_()
+        return total
+
+
 def _matrix(gradient: Tensor) -> Tensor:
     return gradient.flatten(1) if gradient.dim() > 1 else gradient.view(-1, 1)
-
-
-def draw_signs(gradient: Tensor, seed: int) -> tuple[Tensor, Tensor]:
-    """``[m, K]`` and ``[n, K]`` random signs for a gradient of this shape, the same for the same seed."""
-    matrix = _matrix(gradient)
-    wide = torch.promote_types(matrix.dtype, torch.float32)
-    generator = torch.Generator(matrix.device).manual_seed(seed)
-
-    def signs(n: int) -> Tensor:
-        drawn = torch.randint(0, 2, (n, _COUNT), device=matrix.device, generator=generator)
-        return drawn.to(wide).mul_(2).sub_(1)
-
-    return signs(matrix.shape[0]), signs(matrix.shape[1])
-
-
-@torch.no_grad()
-def sketch(gradient: Tensor, left: Tensor, right: Tensor) -> Tensor:
-    """``[K]`` float64, with the signs that were drawn for it."""
-    matrix = _matrix(gradient)
-    step = max(1, _CHUNK // matrix.shape[1])
-    parts = [
-        ((rows.to(right.dtype) @ right) * weights).sum(0).double()
-        for rows, weights in zip(matrix.split(step), left.split(step), strict=True)
-    ]
-    return sum(parts[1:], start=parts[0])
 
 
 def size(sketched: Tensor | None) -> float:

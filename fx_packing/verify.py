@@ -28,7 +28,7 @@ from torch import Tensor
 
 from .errors import dotted
 from .forest import Plan
-from .gradients import Leaves, own_autocast_cache, size
+from .gradients import Leaves, Sketches, own_autocast_cache, size
 from .passes.evaluate import Step, evaluate, schedule
 from .passes.flatten import FlatGraph, output_nodes
 from .passes.widen import HALF, Widened
@@ -137,28 +137,29 @@ class _Check:
         self.reference.outputs = [(self.flat.outputs[j], j) for j in self.wanted]
         probe = _Probe(self.reference, [outputs[j] for j in self.wanted]) if self.leaves.places else None
         names = ("packed", "rest", "few", "alone", "narrow", "wide")
-        sketches: dict[str, dict[int, Tensor]] = {n: {} for n in names}
+        sketches = {n: Sketches() for n in names}
         if probe is not None:
-            self._backward(probe.packed(outputs), sketches["packed"])
+            sketches["packed"] = self._backward(probe.packed(outputs))
         outputs = tuple(o.detach() if isinstance(o, Tensor) else o for o in outputs)
 
         alone: dict[int, list[Tensor]] = {}
         by_length = sorted(self.few, key=lambda r: self.reference.lengths[r])
         widened = {by_length[0], by_length[-1]} if _computes_in_half(self) else set()
         for row in self.few:
-            own: dict[int, Tensor] = {}
-            entries = self._evaluated([row], probe, own)
-            _add(sketches["alone"], own)
+            entries, own = self._evaluated([row], probe)
+            sketches["alone"] += own
             if _finite(entries):
                 alone[row] = entries
             if row in widened and _finite(entries):
-                _add(sketches["narrow"], own)
-                wide = self._evaluated([row], probe, sketches["wide"], Widened())
+                sketches["narrow"] += own
+                wide, own = self._evaluated([row], probe, Widened())
+                sketches["wide"] += own
                 self._measure_rounding(row, entries, wide, outputs)
         if not alone:
             return self._open("the captured graph itself is not finite on the real tokens of its rows")
         for rows in _chunks(self.rows, self.few, self.reference.lengths, self.plan):
-            entries = self._evaluated(rows, probe, sketches["few" if rows == self.few else "rest"])
+            entries, own = self._evaluated(rows, probe)
+            sketches["few" if rows == self.few else "rest"] += own
             self._compare(rows, entries, outputs, alone)
         for row, entries in alone.items():
             self._compare([row], entries, outputs, {})
@@ -178,25 +179,20 @@ class _Check:
         return outcome
 
     def _evaluated(
-        self,
-        rows: list[int],
-        probe: _Probe | None,
-        into: dict[int, Tensor],
-        widened: Widened | None = None,
-    ) -> list[Tensor]:
-        """The read real entries of `rows` in each wanted output of the reference; the sketches of the
-        gradients of these rows are added to `into`."""
+        self, rows: list[int], probe: _Probe | None, widened: Widened | None = None
+    ) -> tuple[list[Tensor], Sketches]:
+        """The read real entries of `rows` in each wanted output of the reference, and the sketches of
+        the gradients of these rows."""
         if len(rows) == 1 or not self.reference.by_row:
             with own_autocast_cache():
                 values = self.reference.values(rows, widened)
                 entries = [self.reference.entries(rows, i, v.detach()) for i, v in enumerate(values)]
                 # Padding can break the numbers of rows that are not broken by themselves.
                 if len(rows) == 1 or _finite(entries):
-                    if probe is not None:
-                        self._backward(probe.reference(rows, values), into)
-                    return entries
-        parts = [self._evaluated([row], probe, into) for row in rows]
-        return [torch.cat(p) for p in zip(*parts, strict=True)]
+                    loss = probe.reference(rows, values) if probe is not None else None
+                    return entries, self._backward(loss)
+        parts, own = zip(*(self._evaluated([row], probe) for row in rows), strict=True)
+        return [torch.cat(p) for p in zip(*parts, strict=True)], sum(own, start=Sketches())
 
     def _measure_rounding(
         self, row: int, narrow: list[Tensor], wide: list[Tensor], outputs: tuple[Any, ...]
@@ -215,9 +211,8 @@ class _Check:
         ):
             self.spread = found  # type: ignore[assignment]
 
-    def _backward(self, loss: Tensor, into: dict[int, Tensor]) -> None:
-        if loss.requires_grad:
-            self.leaves.backward(loss, into)
+    def _backward(self, loss: Tensor | None) -> Sketches:
+        return self.leaves.backward(loss) if loss is not None and loss.requires_grad else Sketches()
 
     def _compare(
         self,
@@ -481,11 +476,11 @@ class _Probe:
 
 
 def _compare_gradients(
-    packed: Packed, places: list[int], sketches: dict[str, dict[int, Tensor]], dtype: torch.dtype
+    packed: Packed, places: list[int], taken: dict[str, Sketches], dtype: torch.dtype
 ) -> Verification:
     """Each tensor's gradient by itself: its error against its own noise, or the middle one's of all
     (relative to its size), whichever is larger."""
-    sketches = {name: _on_host(found) for name, found in sketches.items()}
+    sketches = {name: found.on_host() for name, found in taken.items()}
     total = {p: _sum(sketches["few"].get(p), sketches["rest"].get(p)) for p in places}
     norms = {p: size(t) for p, t in total.items()}
     noises = {}
@@ -513,11 +508,6 @@ def _compare_gradients(
     ratio, place, error, allowed = worst
     why = f"{len(places)} tensors, nearest its tolerance: {dotted(packed.capture.inputs[place].source)}"
     return Verification("", error, allowed, True, ratio <= 1, why)
-
-
-def _on_host(found: dict[int, Tensor]) -> dict[int, Tensor]:
-    """The same tensors in the host's memory, by one copy."""
-    return dict(zip(found, torch.stack(list(found.values())).cpu(), strict=True)) if found else {}
 
 
 def _relative(narrow: Tensor | None, wide: Tensor | None) -> float:
@@ -603,11 +593,6 @@ def _computes_in_half(check: _Check) -> bool:
     """Whether half precision occurs in the graph as it runs."""
     values = [*check.batch.args, *(n.meta.get("example_value") for n in check.packed.capture.nodes)]
     return any(isinstance(v, Tensor) and v.dtype in HALF for v in values)
-
-
-def _add(total: dict[int, Tensor], more: dict[int, Tensor]) -> None:
-    for place, value in more.items():
-        total[place] = total[place] + value if place in total else value
 
 
 def _units(dtype: torch.dtype) -> float:

@@ -17,7 +17,7 @@ from torch import nn
 import fx_packing
 from fx_packing import runtime, verify
 from fx_packing.attention import KERNELS, most_tokens
-from fx_packing.gradients import Leaves, draw_signs, size, sketch
+from fx_packing.gradients import Leaves, Sketcher, Sketches, size
 from fx_packing.verdicts import Extent, Verdict, Verdicts
 
 
@@ -40,19 +40,49 @@ def told(seen):
 # -- sketches --------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("shape", [(), (7,), (40, 30), (5, 6, 7)])
-def test_a_sketch_is_linear_and_estimates_the_norm(shape):
+SHAPES = [(), (7,), (40, 30), (5, 6, 7), (1, 9)]
+
+
+def sketched(gradients, shapes=SHAPES):
+    """Of gradients by number; of the other shapes there is none."""
+    sketcher = Sketcher({3 + 2 * i: torch.empty(s, dtype=torch.float64) for i, s in enumerate(shapes)})
+    for number, gradient in gradients.items():
+        sketcher.take(number, gradient)
+    return sketcher.finish()
+
+
+def test_sketches_are_linear_and_of_one_gradient_each(monkeypatch):
+    monkeypatch.setattr("fx_packing.gradients._CHUNK", 64)  # two rows of [40, 30] at a time
     g = tiny.generator(1)
-    a, b = (torch.randn(shape, generator=g, dtype=torch.float64) for _ in range(2))
+    a, b = ({3 + 2 * i: torch.randn(s, generator=g, dtype=torch.float64) for i, s in enumerate(SHAPES)}
+            for _ in range(2))  # fmt: skip
+    both = (sketched(a) + sketched(b)).on_host()
+    assert set(both) == set(a)
+    for number, of_sum in sketched({n: a[n] + b[n] for n in a}).on_host().items():
+        assert torch.allclose(of_sum, both[number], rtol=1e-12, atol=1e-12)
+        (alone,) = sketched({number: a[number]}).on_host().items()
+        assert alone[0] == number and torch.equal(alone[1], sketched(a).on_host()[number])
+    some = sketched({5: a[5]}) + sketched({7: b[7]})
+    assert set(some.on_host()) == {5, 7} and (Sketches() + some).found == {5, 7}
 
-    def drawn(gradient, seed):
-        return sketch(gradient, *draw_signs(gradient, seed))
 
-    assert torch.allclose(drawn(a, 3) + drawn(b, 3), drawn(a + b, 3))
-    assert torch.equal(drawn(a, 3), drawn(a, 3))
-    assert len(shape) == 0 or not torch.equal(drawn(a, 3), drawn(a, 4))
-    estimates = [size(drawn(a, seed)) / float(a.norm()) for seed in range(50)]
-    assert 0.9 < sum(e**2 for e in estimates) / 50 < 1.1
+def test_a_sketcher_keeps_nothing_for_the_next_time():
+    sketcher = Sketcher({0: torch.empty(4, 3), 1: torch.empty(2)})
+    sketcher.take(0, torch.ones(4, 3))
+    assert set(sketcher.finish().on_host()) == {0}
+    sketcher.take(1, torch.ones(2))
+    after = sketcher.finish()
+    assert set(after.on_host()) == {1} and not after.values[0].any()
+
+
+@pytest.mark.parametrize("shape", [(7,), (40, 30), (5, 6, 7)])
+def test_a_sketch_estimates_the_norm(shape):
+    gradients = torch.randn(1000, *shape, generator=tiny.generator(1), dtype=torch.float64)
+    shapes = [shape] * 1000  # each has signs of its own
+    found = sketched({3 + 2 * i: x for i, x in enumerate(gradients)}, shapes).on_host().values()
+    assert len({tuple(f.tolist()) for f in found}) == 1000
+    ratios = [size(f) / float(x.norm()) for f, x in zip(found, gradients, strict=True)]
+    assert 0.9 < sum(r**2 for r in ratios) / 1000 < 1.1  # it spreads by 0.03
 
 
 def test_leaves_take_gradients_of_their_own():
@@ -63,12 +93,11 @@ def test_leaves_take_gradients_of_their_own():
     leaves = Leaves([layer.weight, layer.bias, layer.weight, 3])
     assert leaves.places == [0] and leaves.args[0] is leaves.args[2]
     assert leaves.args[1] is layer.bias and isinstance(leaves.args[0], nn.Parameter)
-    found = {}
     x = torch.arange(3.0)
-    leaves.backward((leaves.args[0] @ x).sum() + leaves.args[2].sum(), found)
-    total = torch.stack([x + 1, x + 1])
-    want = sketch(total, *draw_signs(total, 0))
-    assert torch.allclose(found[0], want) and not touched
+    found = leaves.backward((leaves.args[0] @ x).sum() + leaves.args[2].sum())
+    sketcher = Sketcher({0: layer.weight})
+    sketcher.take(0, torch.stack([x + 1, x + 1]))
+    assert torch.allclose(found.values, sketcher.finish().values) and not touched
     assert layer.weight.grad is None and leaves.args[0].grad is None
 
 

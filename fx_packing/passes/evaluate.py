@@ -18,7 +18,7 @@ from torch.fx.node import map_arg
 
 from ..capture import Capture, each_row, row
 from .inplace import storages
-from .roles import STATE, Roles, Size, cut_table, map_sizes
+from .roles import STATE, Roles, Size, cut_table, is_number, map_sizes
 from .widen import Widened
 
 
@@ -65,7 +65,11 @@ class Step(NamedTuple):
     node: Node
     operands: list[Node]
     done: list[Node]  # operands that nothing reads any more
-    plain: bool  # its arguments have no size in them
+    args: tuple[Any, ...]  # of `operands`, constants and sizes
+    kwargs: dict[str, Any]
+    sized: bool  # there are sizes among the arguments
+    flat: bool  # no operand is inside a tuple, a list or a slice
+    number: bool  # its value is a size, a shape or a scalar
 
 
 def schedule(
@@ -86,8 +90,19 @@ def schedule(
     for node in nodes:
         read = dict.fromkeys(operands[node])
         done = [o for o in read if last[o] is node and o not in kept]
-        steps.append(Step(node, operands[node], done, not _has_sizes(roles.args.get(node))))
+        given = roles.args.get(node, ((), {}))
+        args, kwargs = map_arg(given, lambda n: map_arg(capture.resolve(n), capture.resolve))
+        flat = not any(map(_holds_nodes, (*args, *kwargs.values())))
+        number = is_number(roles.values.get(node))
+        steps.append(Step(node, operands[node], done, args, kwargs, _has_sizes(given), flat, number))
     return steps
+
+
+def _holds_nodes(arg: Any) -> bool:
+    found: list[Node] = []
+    if not isinstance(arg, Node):
+        map_arg(arg, found.append)
+    return bool(found)
 
 
 def _has_sizes(args: Any) -> bool:
@@ -123,9 +138,11 @@ def evaluate(
     values: dict[Node, Any] = {}
     if steps is None:
         steps = schedule(capture, roles, targets, feeds, whole=whole, state=state)
+    run = partial(_run, roles, sizes, whole, take, literal, widened)
+    folded = any(step.node.target is row for step in steps)
     with _regions() as switch:
         for step in steps:
-            node, operands = step.node, step.operands
+            node = step.node
             if node in feeds:
                 values[node] = feeds[node]
                 continue
@@ -134,17 +151,7 @@ def evaluate(
                     continue
                 values[node] = switch(node.target, [values.get(a, a) for a in node.args])
                 continue
-            run = partial(_run, capture, roles, step, sizes, whole, take, literal, widened)
-            rows = max((len(v) for o in operands if isinstance(v := values.get(o), _Rows)), default=None)
-            if node.target is row:
-                values[node] = _Rows(values[operands[0]])
-            elif node.target is each_row:
-                values[node] = torch.stack(values[operands[0]])
-            elif rows is not None:  # in a loop over the rows
-                parts = [{o: _part(values.get(o), i) for o in operands} for i in range(rows)]
-                values[node] = _Rows(map(run, parts))
-            else:
-                values[node] = run(values)
+            values[node] = _in_loops(run, step, values) if folded else run(step, values)
             for operand in step.done:
                 values.pop(operand, None)
     return {t: values[t] for t in targets}
@@ -152,6 +159,19 @@ def evaluate(
 
 class _Rows(list):
     """A value in a loop over the rows: what it is for each of them."""
+
+
+def _in_loops(run: Callable[[Step, dict[Node, Any]], Any], step: Step, values: dict[Node, Any]) -> Any:
+    """`run`, of each row where an operand has a value for each."""
+    if step.node.target is row:
+        return _Rows(values[step.operands[0]])
+    if step.node.target is each_row:
+        return torch.stack(values[step.operands[0]])
+    rows = max((len(v) for o in step.operands if isinstance(v := values.get(o), _Rows)), default=None)
+    if rows is None:
+        return run(step, values)
+    parts = [{o: _part(values.get(o), i) for o in step.operands} for i in range(rows)]
+    return _Rows(run(step, part) for part in parts)
 
 
 def _part(value: Any, i: int) -> Any:
@@ -183,18 +203,17 @@ def _regions() -> Iterator[Callable[[Any, list[Any]], Any]]:
 
 
 def _run(
-    capture: Capture,
     roles: Roles,
-    step: Step,
     sizes: dict[str, int],
     whole: bool,
     take: Callable[[Any, int, Node], Any] | None,
     literal: Callable[[Node, Any], Any] | None,
     widened: Widened | None,
+    step: Step,
     values: dict[Node, Any],
 ) -> Any:
     node = step.node
-    if roles.exact(node, sizes):
+    if step.number and roles.exact(node, sizes):
         return _number(roles, roles.values[node], sizes)
     if node.op == "placeholder":
         raise KeyError(node.name)
@@ -202,24 +221,18 @@ def _run(
         return node.meta["fx_packing_attr"]
     if node.target in STATE:
         return None
-    args, kwargs = roles.args[node]
+    args, kwargs = step.args, step.kwargs
     if literal is not None:
         args, kwargs = literal(node, (args, kwargs))
-    if not step.plain:
+    if step.sized:
         args, kwargs = map_sizes((args, kwargs), lambda s: roles.at(s, sizes))
 
     def value(arg: Any) -> Any:
-        def known(node: Node) -> Any:
-            return values[node] if widened is None else _each(widened, values[node])
-
-        def of(node: Node) -> Any:
-            resolved = capture.resolve(node)
-            return known(resolved) if isinstance(resolved, Node) else map_arg(resolved, known)
-
-        return map_arg(arg, of)
+        arg = map_arg(arg, values.__getitem__)
+        return arg if widened is None else _each(widened, arg)
 
     if node in roles.tables:
-        return cut_table((value(args[0]), args[1]), roles.tables[node], sizes["L"])
+        return cut_table((value(args[0]), value(args[1])), roles.tables[node], sizes["L"])
     if node in roles.slices:
         dim, cut = roles.slices[node]
         if _takes_all(roles, node, whole):
@@ -227,17 +240,20 @@ def _run(
             if cut.symbol != cut.parent:
                 base = take(base, dim, node) if take is not None else base
                 sizes[cut.symbol] = base.shape[dim]
-            return cut_table((base, args[1]), dim, None)
+            return cut_table((base, value(args[1])), dim, None)
         result = value(args[0])[value(args[1])]
         line = Size(1, (cut.symbol,))
         out = [d for d, s in enumerate(roles.shape(node)) if s == line]
         sizes[cut.symbol] = result.shape[out[0]] if out else sizes.get(cut.symbol, 1)
         return result
-    args, kwargs = value((args, kwargs))
     target = node.target
-    if widened is not None:
-        args, kwargs = _each(widened, (args, kwargs))
-        target = widened.method(target) if node.op == "call_method" else target
+    if step.flat and widened is None:  # most of them, and each counts: a check is bound by its launches
+        args = [values[a] if isinstance(a, Node) else a for a in args]
+        kwargs = {k: values[a] if isinstance(a, Node) else a for k, a in kwargs.items()}
+    else:
+        args, kwargs = value((args, kwargs))
+    if widened is not None and node.op == "call_method":
+        target = widened.method(target)
     if node.op == "call_method":
         result = getattr(args[0], target)(*args[1:], **kwargs)
     else:
