@@ -266,18 +266,32 @@ def mark_dynamic(tensor: torch.Tensor, *dims: int) -> torch.Tensor:
     return tensor
 
 
-def any_length() -> dict[str, Any]:
-    """Arguments of the Inductor backend under which one compilation serves every length.
+def inductor_options() -> dict[str, Any]:
+    """Arguments of the Inductor backend for graphs that run at every length, with and without gradients.
 
     By default Inductor asks whether a norm's backward is worth fusing (5 * 2**20 elements, 4096 rows),
     and guards on the answer: a length on the other side of it compiles anew. So does torch 2.11 to 2.13.
+
+    Old and new log-probs should be equal where the weights are, but a fused kernel does not round in
+    between, as eager operations in half precision do, and what is fused differs between a graph with
+    gradients and one without. The order of a reduction depends on it too: its block is timed, or chosen
+    by how many tensors a kernel loads. So kernels round here as if nothing were fused, sums that are
+    used twice are stored (a residual stream, which would be added up anew in each kernel that reads it),
+    and nothing is timed, unless autotuning was asked for.
     """
     from torch._inductor import config
 
-    name = "mix_order_reduction_non_strict_mode"
-    if not hasattr(config.triton, name):
-        return {}
-    return {"config_patches": {f"triton.{name}": True}}
+    patches: dict[str, Any] = {}
+    if hasattr(config.triton, "mix_order_reduction_non_strict_mode"):
+        patches["triton.mix_order_reduction_non_strict_mode"] = True
+    if hasattr(config, "emulate_precision_casts"):
+        patches["emulate_precision_casts"] = True
+    if hasattr(config, "realize_reads_threshold"):
+        patches["realize_reads_threshold"] = 1
+    tuned = ("max_autotune", "max_autotune_gemm", "coordinate_descent_tuning", "benchmark_fusion")
+    if hasattr(config, "deterministic") and not any(getattr(config, name, False) for name in tuned):
+        patches["deterministic"] = True
+    return {"config_patches": patches} if patches else {}
 
 
 def force_recompile(gm: GraphModule) -> None:

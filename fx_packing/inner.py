@@ -50,7 +50,7 @@ class Compiled:
         compat.force_recompile(gm)
         name_of_inner = _checkpointing(inner, gm)
         compiler = compat.lookup_backend(name_of_inner)
-        options = compat.any_length() if name_of_inner == "inductor" else {}
+        options = compat.inductor_options() if name_of_inner == "inductor" else {}
 
         def counted(graph: GraphModule, example_inputs: list[Any]) -> Callable[..., Any]:
             self.compiles += 1

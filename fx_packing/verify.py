@@ -7,7 +7,7 @@ are (``"captured"``). It is evaluated twice, in ways that have to agree:
     all rows        in batches, padded on the right      values, in training all gradients
     a few rows      each alone                           the same
 
-In half precision the longest and the shortest of these are evaluated in float32 as well.
+In half precision the longest of these is evaluated in float32 as well.
 
 How much the packed result may differ is measured, not assumed: by the noise between these, and by a
 negative control, the same flat graph with the boundaries between rows removed, which has to fail
@@ -37,7 +37,7 @@ from .report import Verification
 if TYPE_CHECKING:
     from .runtime import Batch, Packed
 
-_ALONE = 4  # rows that are evaluated alone
+_ALONE = 3  # rows that are evaluated alone
 _NOISE = 8.0  # how many times the noise between two ways to evaluate the reference is allowed
 _ROUNDING = 4.0  # how many times the distance of the reference's values from float32; of its gradients,
 _BACKWARD = 8.0  # whose roundings are sketched, and differ more between ways to fuse a backward
@@ -143,18 +143,17 @@ class _Check:
         outputs = tuple(o.detach() if isinstance(o, Tensor) else o for o in outputs)
 
         alone: dict[int, list[Tensor]] = {}
-        by_length = sorted(self.few, key=lambda r: self.reference.lengths[r])
-        widened = {by_length[0], by_length[-1]} if _computes_in_half(self) else set()
+        owns: dict[int, Sketches] = {}
         for row in self.few:
-            entries, own = self._evaluated([row], probe)
-            sketches["alone"] += own
+            entries, owns[row] = self._evaluated([row], probe)
+            sketches["alone"] += owns[row]
             if _finite(entries):
                 alone[row] = entries
-            if row in widened and _finite(entries):
-                sketches["narrow"] += own
-                wide, own = self._evaluated([row], probe, Widened())
-                sketches["wide"] += own
-                self._measure_rounding(row, entries, wide, outputs)
+        if alone and _computes_in_half(self):
+            row = max(alone, key=lambda r: self.reference.lengths[r])
+            wide, sketches["wide"] = self._evaluated([row], probe, Widened())
+            sketches["narrow"] = owns[row]
+            self._measure_rounding(row, alone[row], wide, outputs)
         if not alone:
             return self._open("the captured graph itself is not finite on the real tokens of its rows")
         for rows in _chunks(self.rows, self.few, self.reference.lengths, self.plan):
@@ -205,11 +204,8 @@ class _Check:
             squares[0] += _squares(got, rounded)
             squares[1] += _squares(rounded, exact)
             count += rounded.numel()
-        found = tuple((s / max(count, 1)) ** 0.5 for s in squares)
-        if self.spread is None or found[0] / max(found[1], 1e-30) > self.spread[0] / max(
-            self.spread[1], 1e-30
-        ):
-            self.spread = found  # type: ignore[assignment]
+        packed, of_rounding = ((s / max(count, 1)) ** 0.5 for s in squares)
+        self.spread = packed, of_rounding
 
     def _backward(self, loss: Tensor | None) -> Sketches:
         return self.leaves.backward(loss) if loss is not None and loss.requires_grad else Sketches()
@@ -535,7 +531,7 @@ def _controls(plan: Plan, packed: Packed) -> Iterator[Plan]:
 
 def _few(rows: list[int], lengths: list[int], plan: Plan) -> list[int]:
     """At most `_ALONE` of `rows` (as stored, siblings side by side): the two neighbours that share
-    most (where nothing is shared, the first two), the longest, and the last."""
+    most (where nothing is shared, the first two), the longest, and the last if that is one of them."""
     if len(rows) <= 2:
         return list(rows)
     added = dict(zip(plan.order.tolist(), plan.added.tolist(), strict=True))

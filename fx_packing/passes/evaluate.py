@@ -232,7 +232,7 @@ def _run(
         return arg if widened is None else _each(widened, arg)
 
     if node in roles.tables:
-        return cut_table((value(args[0]), value(args[1])), roles.tables[node], sizes["L"])
+        return cut_table((value(args[0]), args[1]), roles.tables[node], sizes["L"])
     if node in roles.slices:
         dim, cut = roles.slices[node]
         if _takes_all(roles, node, whole):
@@ -240,7 +240,7 @@ def _run(
             if cut.symbol != cut.parent:
                 base = take(base, dim, node) if take is not None else base
                 sizes[cut.symbol] = base.shape[dim]
-            return cut_table((base, value(args[1])), dim, None)
+            return cut_table((base, args[1]), dim, None)
         result = value(args[0])[value(args[1])]
         line = Size(1, (cut.symbol,))
         out = [d for d, s in enumerate(roles.shape(node)) if s == line]
