@@ -152,27 +152,26 @@ def _plan(
     # A plan costs its launches on a GPU, hardly the work in them. So each step is as few operations
     # as it can be, and a sorted tensor is searched (`searchsorted`, `cummax`) instead of rebuilt.
     rows, columns = mask.shape
-    row = torch.arange(rows, device=mask.device)
-    depth = torch.arange(-1, columns, device=mask.device)[:, None]  # -1 is that of no token
+    group, depths = _packing(rows, columns) if keys else (1, columns)
+    # Every range of numbers is a slice of this one. Depth -1 is that of no token.
+    numbers = torch.arange(-1, max(mask.numel(), depths), device=mask.device)
+    depth, position = numbers[: depths + 1, None], numbers[1 : mask.numel() + 1]
 
-    # Compact: number[b, l] is 1 + the depth of a real token, 0 where there is none; column[d, b] is
-    # where row b holds its token of depth d.
+    # Compact: number[b, l] is 1 + the depth of a real token, 0 where there is none; place[d, b] is
+    # the position b * L + l at which row b holds its token of depth d.
     count = mask.cumsum(1)
     number, size = count * mask, count[:, -1]
-    column = depth.new_zeros(columns + 1, rows)
-    column = column.scatter_(0, number.T, depth[1:].expand(-1, rows))[1:]
+    place = numbers.new_zeros(depths + 1, rows)
+    place = place.scatter_(0, number.T, position.view(rows, columns).T)[1:]
 
-    # Sort the rows; `shared` is the length of the prefix that each has in common with the one
-    # before it. It is counted on the tokens themselves, so that no order can make a plan wrong.
+    def chains() -> _Forest:
+        return _Forest(torch.arange(rows, device=mask.device), size, place, numbers)
+
     if keys:
-        codes = _codes(keys, column, size)
-        order = _lexicographic(codes)
-        codes = codes.index_select(1, order)
-        equal = codes[:, 1:] == codes[:, :-1]
-        common = torch.add(depth[1:], equal, alpha=columns).amin(0)  # the first depth not equal
-        forest = _Forest(order, size, row, depth, common)
+        codes = _codes(keys, place).masked_fill_(depth[1:] >= size, rows)
+        forest = _Forest(_lexicographic(codes, group), size, place, numbers, codes)
     else:
-        forest = _Forest(row, size, row, depth)
+        forest = chains()
 
     def ranks_of(slot: Tensor) -> list[Tensor]:
         return [_ranks(slot[:, low:high], mask.numel()) for low, high in reads]
@@ -180,19 +179,20 @@ def _plan(
     slot = forest.slots(number)
     ranks = ranks_of(slot)
     counts = [size, forest.starts[-1:], *(r[-2:-1] for r in ranks)]
-    counts += [mask[:, low:high].sum().view(1) for low, high in reads]
-    numbers = iter(torch.cat([*counts, *(f.view(1) for f in flags)]).tolist())
-    sizes, total = list(islice(numbers, rows)), next(numbers)
-    tokens, apart = (list(islice(numbers, len(reads))) for _ in range(2))
-    real = sum(sizes)
+    if layout == "auto":  # what would be read, were nothing shared
+        counts += [mask[:, low:high].sum().view(1) for low, high in reads]
+    values = iter(torch.cat([*counts, *(f.view(1) for f in flags)]).tolist())
+    sizes, total = list(islice(values, rows)), next(values)
+    tokens, real = list(islice(values, len(reads))), sum(sizes)
     if layout == "auto":
+        apart = list(islice(values, len(reads)))
         layout = "prefix" if total < real and real >= min_sharing * total else "varlen"
         if layout == "varlen" and total < real:
-            forest, total, tokens = _Forest(row, size, row, depth), real, apart
+            forest, total, tokens = chains(), real, apart
             slot = forest.slots(number)
             ranks = ranks_of(slot)
     length = max(-(-total // block), 2) * block
-    source, at_depth, end = forest.tokens(total, length, column)
+    source, at_depth, end = forest.tokens(total, length)
 
     return Plan(
         layout=layout,
@@ -210,106 +210,127 @@ def _plan(
         order=forest.order,
         added=forest.added,
         reads=tuple(
-            _read(slot[:, low:high], ranked, how_many)
+            _read(slot[:, low:high], ranked, position[:how_many])
             for (low, high), ranked, how_many in zip(reads, ranks, tokens, strict=True)
         ),
-        flags=tuple(numbers),
+        flags=tuple(values),
     )
 
 
 class _Forest:
     """Rows in an order, each storing what it does not share with the one before it.
 
-    ``common`` says how many tokens neighbours have in common (``[B - 1]``; nothing if None).
+    Two rows share the prefix in which their ``codes`` are equal; nothing if None. ``place`` and
+    ``codes`` are ``[depths, B]``, in the order of the batch; ``numbers`` are -1, 0, 1, ...
     """
 
     def __init__(
-        self, order: Tensor, size: Tensor, row: Tensor, depth: Tensor, common: Tensor | None = None
+        self, order: Tensor, size: Tensor, place: Tensor, numbers: Tensor, codes: Tensor | None = None
     ) -> None:
-        self.order, self.row, self.depth = order, row, depth
-        size, shared = size[order], torch.zeros_like(size)
-        if common is not None:
-            torch.minimum(common, size[1:], out=shared[1:])
+        self.order, self.numbers = order, numbers
+        self.depth = numbers[: len(place) + 1, None]
+        self.place = place.index_select(1, order)
+        size = size.index_select(0, order)
+        self.starts, shared = size.new_zeros(2, len(order) + 1).unbind()
+        shared = shared[:-1]  # of each row, with the one before it
+        if codes is not None:
+            # The first depth that is not equal, or all of the row: counted on the tokens themselves,
+            # so that no order can make a plan wrong.
+            codes = codes.index_select(1, order)
+            equal = codes[:, 1:] == codes[:, :-1]
+            torch.amin(torch.where(equal, size[1:], self.depth[1:]), 0, out=shared[1:])
         self.added = size - shared
-        self.starts = size.new_zeros(len(row) + 1)
         torch.cumsum(self.added, 0, out=self.starts[1:])
-        self.base = self.starts[:-1] - shared  # where a row's depth 0 would be, were it all there
-        # owner[1 + d, r]: of the rows up to r, the last that starts no deeper than d stores depth d
-        # of row r. At depth -1 that is row 0, whose slot -1 says that there is none.
-        self.owner = (row * (depth >= shared)).cummax(1).values
+        self.base = self.starts[1:] - size  # where a row's depth 0 would be, were it all there
+        # tree[1 + d, r] is the token that stores depth d of row r. Of the rows up to r, the last that
+        # starts no deeper has it. Bases never fall from row to row, so it is the largest so far; at
+        # depth -1 that is -1, which says that there is none.
+        self.tree = torch.addcmul(self.depth, self.base, self.depth >= shared).cummax(1).values
 
     def slots(self, number: Tensor) -> Tensor:
         """``[B, L]``: the stored token of each real position, -1 where there is none."""
-        slots = self.base.take(self.owner) + self.depth
-        inverse = torch.empty_like(self.order).scatter_(0, self.order, self.row)
-        return slots[number, inverse[:, None]]
+        inverse = torch.empty_like(self.order)
+        inverse.scatter_(0, self.order, self.numbers[1 : len(self.order) + 1])
+        return self.tree[number, inverse[:, None]]
 
-    def tokens(self, total: int, length: int, column: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    def tokens(self, total: int, length: int) -> tuple[Tensor, Tensor, Tensor]:
         """``source, depth, end`` of each stored token, and of the pads behind them."""
-        columns, rows = column.shape
         # Tensors of their own: Dynamo would trace a view together with its base.
-        token = torch.arange(length, device=column.device)
-        source, depth, end = torch.zeros_like(token), torch.zeros_like(token), token + 1
-        # A subtree ends where the next row starts that has another owner at that depth.
-        next_row = torch.searchsorted(self.owner[1:], self.row.repeat(columns, 1), right=True)
-        row = torch.searchsorted(self.starts[1:], token[:total], right=True)
-        captured = self.order.take(row)
-        at = torch.sub(token[:total], self.base.take(row), out=depth[:total])
-        torch.take(self.starts, next_row.take(torch.add(row, at, alpha=rows)), out=end[:total])
-        place = column.take(torch.add(captured, at, alpha=rows))
-        torch.add(place, captured, alpha=columns, out=source[:total])
+        end = torch.arange(1, length + 1, device=self.numbers.device)
+        source, depth = torch.zeros_like(end), torch.zeros_like(end)
+        token = self.numbers[1 : total + 1]
+        row = torch.searchsorted(self.starts[1:], token, right=True)
+        torch.sub(token, self.base.take(row), out=depth[:total])
+        at = torch.add(row, depth[:total], alpha=len(self.order))
+        torch.take(self.place, at, out=source[:total])
+        # A subtree ends where the next row starts that has another token at that depth.
+        tree = self.tree[1:]
+        next_row = torch.searchsorted(tree, tree, right=True)
+        torch.take(self.starts, next_row.take(at), out=end[:total])
         return source, depth, end
 
 
 def _ranks(slot: Tensor, most: int) -> Tensor:
-    """``[most + 1]``: how many stored tokens up to each occur in ``slot``; the last is for -1."""
-    occurs = slot.new_zeros(most + 1).index_fill_(0, slot.flatten(), 1)
+    """``[most + 2]``: how many stored tokens before each occur in ``slot``; the last is for -1."""
+    occurs = slot.new_zeros(most + 2)
+    occurs[1:].index_fill_(0, slot.flatten(), 1)
     return occurs.cumsum(0)
 
 
-def _read(slot: Tensor, ranks: Tensor, tokens: int) -> Read:
+def _read(slot: Tensor, ranks: Tensor, tokens: Tensor) -> Read:
     # Whole sixteens, at least two of them: sizes that vary little, and none that is specialised.
-    index = slot.new_zeros(max(-(-tokens // 16), 2) * 16)
-    wanted = torch.arange(1, tokens + 1, device=slot.device)
-    torch.searchsorted(ranks[:-1], wanted, out=index[:tokens])
-    ranks[-1] = 0
-    return Read(index, ranks.take(slot) - 1, tokens)
+    index = slot.new_zeros(max(-(-len(tokens) // 16), 2) * 16)
+    torch.searchsorted(ranks[1:-1], tokens, right=True, out=index[: len(tokens)])
+    ranks[-1:].fill_(-1)  # assigned to one element, a number would be copied from the host
+    return Read(index, ranks.take(slot), len(tokens))
 
 
-def _codes(keys: Sequence[Tensor], column: Tensor, size: Tensor) -> Tensor:
-    """``[L, B]`` int64 in ``0..B``: at each depth, equal where all keys are; B past a row's end."""
-    columns, rows = column.shape
-    codes = None
+def _codes(keys: Sequence[Tensor], place: Tensor) -> Tensor:
+    """``[depths, B]`` int64 in ``0..B-1``: at each depth, equal only where all keys are."""
+    rows, codes = place.shape[1], None
     for key in keys:
         if key.dim() == 3 or key.is_floating_point():
-            key = _vector_codes(key.reshape(rows, columns, -1))
-        values = _rank(key.T.gather(0, column))
-        codes = values if codes is None else _rank(codes * rows + values)
-    depth = torch.arange(columns, device=column.device)[:, None]
-    return codes.masked_fill_(depth >= size, rows)
+            key = _vector_codes(key.reshape(*key.shape[:2], -1))
+        values = _rank(key.take(place))
+        codes = values if codes is None else _rank(torch.add(values, codes, alpha=rows))
+    return codes
 
 
-def _lexicographic(codes: Tensor) -> Tensor:
-    """The stable order ``[B]`` of the rows by their columns of ``codes`` (``[L, B]`` in 0..B).
-
-    Each round packs as many neighbouring columns as fit into an int64 and ranks the results
-    again: exact, and done after log(L) rounds to the base ``group`` (10 for 64 rows).
+def _packing(rows: int, columns: int) -> tuple[int, int]:
+    """``group, depths`` for `_lexicographic`: how many columns each of its rounds packs, the fewest
+    that need no more rounds than the most would, and how many columns make every round come out even.
     """
-    base, group = codes.shape[1] + 1, 2
-    while base ** (group + 1) <= 2**63:
+    most = int(63 // math.log2(rows + 1))  # codes that fit into an int64, 10 for 64 rows
+    rounds, group = 1, 1
+    while most**rounds < columns:
+        rounds += 1
+    while group**rounds < columns:
         group += 1
-    weights = torch.pow(base, torch.arange(group - 1, -1, -1, device=codes.device))[:, None]
-    while True:
-        if missing := -len(codes) % group:
-            codes = torch.cat((codes, codes.new_zeros(missing, codes.shape[1])))
-        packed = (codes.unflatten(0, (-1, group)) * weights).sum(1)
-        if len(packed) == 1:
-            return packed[0].argsort(stable=True)
-        codes = _rank(packed)
+    whole = group ** (rounds - 1)
+    return group, -(-columns // whole) * whole
 
 
-def _rank(values: Tensor) -> Tensor:
-    """``[C, B]``: how many values of the same row are smaller, so equal only where they are."""
+def _lexicographic(codes: Tensor, group: int) -> Tensor:
+    """The stable order ``[B]`` of the rows by their columns of ``codes`` (``[depths, B]`` in 0..B).
+
+    Each round packs ``group`` neighbouring columns into an int64 and ranks the results again:
+    exact, and done after log(L) rounds.
+    """
+    rows, most = codes.shape[1], codes.numel()
+    exponents = torch.arange(group - 1, -1, -1, device=codes.device)
+    weights = torch.pow(rows + 1, exponents)[:, None]
+    while len(codes) > group:
+        codes = _rank((codes.view(-1, group, rows) * weights).sum(1), most)
+    return (codes * weights[-len(codes) :]).sum(0).argsort(stable=True)
+
+
+def _rank(values: Tensor, most: int = 0) -> Tensor:
+    """``[C, B]``: how many values of the same row are smaller, so equal only where they are.
+
+    Where there are no more than ``most`` pairs, all are compared, which is fewer launches.
+    """
+    if values.numel() * values.shape[1] <= most:
+        return (values[:, :, None] > values[:, None]).sum(2)
     return torch.searchsorted(values.sort(1).values, values)
 
 

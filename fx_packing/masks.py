@@ -70,43 +70,47 @@ def block_tensors(
     # FlexAttention saves these for its backward, which inference tensors do not allow.
     with torch.inference_mode(False), torch.no_grad():
         partial, full = _classify(end, depth, window, block)
-        column = torch.arange(len(partial), device=end.device, dtype=torch.int32)
-        listed = (_list(blocks, column) for blocks in (partial, full, partial.T, full.T))
-        return BlockTensors(*(tensor for pair in listed for tensor in pair))
+        blocks = torch.stack((partial, full, partial.T, full.T))
+        return BlockTensors(*_lists(blocks[:, None, None]))
 
 
-def _classify(
-    end: Tensor, depth: Tensor | None, window: int | None, block: int
-) -> tuple[Tensor, Tensor]:
+def _classify(end: Tensor, depth: Tensor | None, window: int | None, block: int) -> tuple[Tensor, Tensor]:
     """``partial, full``: ``[n, n]`` bool by query block and key block."""
     ends = end.view(-1, block)
-    number = torch.arange(len(ends), device=end.device)
-    first = number * block  # of each query block
-    before = number[:, None] > number
+    bounds = torch.arange(0, len(end) + 1, block, device=end.device)[:, None]
+    first, behind = bounds[:-1], bounds[1:]  # the first query of each block, the one behind its last
+    lowest, highest = ends.aminmax(dim=1)
     # A key of an earlier block is kept by some query of a block iff it is an ancestor of, so
-    # kept by, the block's first query; it is kept by all iff it is kept by the last one.
-    some = before & (ends.amax(1) > first[:, None])
-    full = before & (ends.amin(1) >= first[:, None] + block)
+    # kept by, the block's first query; it is kept by all iff it is kept by the last one. A token
+    # always sees itself, and never one behind it: the diagonal is partial.
+    some = (highest > first).tril()
+    full = (lowest >= behind).tril(-1)
     if window is not None:
         depths = depth.view(-1, block)
+        shallowest, deepest = depths.aminmax(dim=1)
         # The nearest query that any key of the block can reach, and the nearest key whose
         # subtree leaves its block, as the keys seen from later blocks all do.
-        reach = (ends.amax(1) - first[:, None]).clamp(1, block) - 1
+        reach = (highest - 1 - first).clamp(0, block - 1)
         nearest_q = depths.cummin(1).values.gather(1, reach)
-        nearest_kv = torch.where(ends > first[:, None] + block, depths, -1).amax(1)
+        nearest_kv = torch.where(ends > behind, depths, -1).amax(1)
         some &= nearest_q - nearest_kv < window
-        full &= depths.amax(1)[:, None] - depths.amin(1) < window
-    # A token always sees itself, and never one behind it: the diagonal is partial.
-    return (some & ~full) | (number[:, None] == number), full
+        full &= deepest[:, None] - shallowest < window
+        some.fill_diagonal_(True)
+    return some > full, full
 
 
-def _list(blocks: Tensor, column: Tensor) -> tuple[Tensor, Tensor]:
-    """Counts ``[1, 1, n]`` and indices ``[1, 1, n, n]`` of the True places in each row; ``column``
-    is 0, 1, 2, ... int32.
+def _lists(blocks: Tensor) -> list[Tensor]:
+    """Counts and indices of the True places in each row, of each ``[1, 1, n, n]`` in turn.
+
+    All are made together, since it is launches that they cost; what is returned are tensors of
+    their own, as Dynamo would trace a view together with its base.
     """
-    size = len(blocks)
-    count = blocks.cumsum(1)
+    size = blocks.shape[-1]
+    count = blocks.cumsum(-1)
+    counts = [each.int() for each in count[..., -1].unbind()]
     # A True place goes to its number among those of its row; the others go to a spare place 0.
-    indices = column.new_zeros(size, size + 1)
-    indices.scatter_(1, count * blocks, column.expand(size, -1))
-    return count[:, -1].int()[None, None], indices[:, 1:].contiguous()[None, None]
+    place = count.mul_(blocks)
+    column = torch.arange(size, device=blocks.device).expand_as(blocks)
+    indices = place.new_zeros(*blocks.shape[:-1], size + 1).scatter_(-1, place, column)
+    indices = [each.int() for each in indices[..., 1:].unbind()]
+    return [tensor for pair in zip(counts, indices, strict=True) for tensor in pair]

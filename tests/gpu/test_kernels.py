@@ -297,13 +297,14 @@ def test_a_block_mask_is_fast(window):
 @pytest.mark.parametrize("layout", ("varlen", "prefix"))
 def test_a_plan_synchronises_once(layout):
     mask, ids = rollouts()
-    make_plan(mask, [ids], layout=layout)
+    reads = [(1000, mask.shape[1]), (0, 1000)]
+    make_plan(mask, [ids], layout=layout, reads=reads)
     torch.cuda.synchronize()
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
         torch.cuda.set_sync_debug_mode("warn")
         try:
-            plan = make_plan(mask, [ids], layout=layout)
+            plan = make_plan(mask, [ids], layout=layout, reads=reads)
             after_plan = sum("synchronizing CUDA" in str(w.message) for w in caught)
             block_tensors(plan.end, plan.depth, 100)
         finally:
