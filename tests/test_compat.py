@@ -301,6 +301,18 @@ def test_fsdp_is_splitting(way, one_process):
     assert set(pieces("")) == {False}
 
 
+def test_inductor_options():
+    from torch._inductor import config
+
+    patches = compat.inductor_options()["config_patches"]
+    assert len(patches) == 4
+    with config.patch(patches):  # raises for a name that is no option
+        assert config.deterministic
+    for name in ("max_autotune", "max_autotune_gemm", "coordinate_descent_tuning", "benchmark_fusion"):
+        with config.patch({name: True, "deterministic": False}):
+            assert "deterministic" not in compat.inductor_options()["config_patches"]
+
+
 def test_depyf_repaired():
     pytest.importorskip("depyf")
     import depyf.explain.patched_load_by_key_path as patched

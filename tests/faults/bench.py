@@ -73,7 +73,9 @@ class Setting:
     keep: int = 0  # the columns at the end whose logits are wanted; 0: all
     options: tuple[tuple[str, object], ...] = ()
     inputs: str = "ids"  # or "positions", their own in every other row, or "embeddings" for ids
-    outputs: str = "logits"  # or "hidden", with those of each layer, or "logps", of the tokens kept
+    # or "hidden", with those of each layer; "logps", of the tokens kept; "weighted", those times their
+    # probabilities, and these; "copied", with a copy: the last two have parts without gradients
+    outputs: str = "logits"
     dynamic: bool = False
     device: str = "cpu"
 
@@ -178,9 +180,11 @@ class Subject:
             return forward
 
         given = self._given(model, batch)
-        if self.setting.outputs == "logps":
+        if self.setting.outputs in ("logps", "weighted"):
             with torch.set_grad_enabled(self.setting.training):
-                return self._result(model, batch, [_logps_alone(model, batch, keep)], given)
+                output = _logps_alone(model, batch, keep)
+                output = _weighted(output) if self.setting.outputs == "weighted" else output
+                return self._result(model, batch, self._outputs(output), given)
         count = len(self._outputs(model(given, attention_mask=batch.mask, **kwargs)))
         with torch.set_grad_enabled(self.setting.training):
             values = [tiny.per_row(output(i), given, batch.mask, **kwargs) for i in range(count)]
@@ -224,6 +228,8 @@ class Subject:
         return kwargs
 
     def _outputs(self, output) -> list[Tensor]:
+        if self.setting.outputs in ("weighted", "copied"):
+            return list(output)
         hidden = output.hidden_states if self.setting.outputs == "hidden" else ()
         return [tiny.logits_of(output), *hidden]
 
@@ -252,6 +258,29 @@ class _LogProbs(nn.Module):
         return fx_packing.per_token_logps(self.model, ids, attention_mask, logits_to_keep)
 
 
+class _Weighted(_LogProbs):
+    """These times their probabilities, which are weights without a gradient, and the weights."""
+
+    def forward(self, *args, **kwargs) -> tuple[Tensor, Tensor]:
+        return _weighted(super().forward(*args, **kwargs))
+
+
+def _weighted(logps: Tensor) -> tuple[Tensor, Tensor]:
+    with torch.no_grad():
+        weights = logps.exp()
+    return logps * weights, weights
+
+
+class _Copied(tiny.PlainDecoder):
+    """Logits, and twice the same without a gradient."""
+
+    def forward(self, *args, **kwargs) -> tuple[Tensor, Tensor]:
+        logits = super().forward(*args, **kwargs)
+        with torch.no_grad():
+            copy = logits * 2
+        return logits, copy
+
+
 def _logps_alone(model: _LogProbs, batch: tiny.Batch, keep: int) -> Tensor:
     """The same of each row by itself; the token before the first one kept must be real."""
     logits = tiny.per_row(model.model, *batch)[:, -keep - 1 : -1]
@@ -275,9 +304,9 @@ class _FromEmbeddings(tiny.PlainDecoder):
 
 def _model(setting: Setting, seed: int):
     if setting.family == "plain":
-        model = (_FromEmbeddings if setting.inputs == "embeddings" else tiny.PlainDecoder)(
-            kv_heads=2, seed=seed
-        )
+        kind = _Copied if setting.outputs == "copied" else tiny.PlainDecoder
+        kind = _FromEmbeddings if setting.inputs == "embeddings" else kind
+        model = kind(kv_heads=2, seed=seed)
     else:
         # Soft caps that the scores of so small a model reach.
         caps = {"attn_logit_softcapping": 5.0, "final_logit_softcapping": 8.0}
@@ -285,8 +314,8 @@ def _model(setting: Setting, seed: int):
         if setting.dtype == torch.bfloat16:
             own["initializer_range"] = 0.05
         model = tiny.build(setting.family, seed=seed, **own)
-    if setting.outputs == "logps":
-        model = _LogProbs(model)
+    if setting.outputs in ("logps", "weighted"):
+        model = (_LogProbs if setting.outputs == "logps" else _Weighted)(model)
     return model.to(setting.dtype)
 
 
