@@ -6,6 +6,7 @@ Supported: torch 2.11 to 2.14.
 from __future__ import annotations
 
 import contextlib
+import functools
 import logging
 import re
 import sys
@@ -17,7 +18,7 @@ from typing import Any
 
 import torch
 from torch._dynamo.exc import ShortenTraceback
-from torch.fx import GraphModule, Node
+from torch.fx import Graph, GraphModule, Node
 
 FLEX_ATTENTION = torch.ops.higher_order.flex_attention
 
@@ -278,6 +279,9 @@ def inductor_options() -> dict[str, Any]:
     by how many tensors a kernel loads. So kernels round here as if nothing were fused, sums that are
     used twice are stored (a residual stream, which would be added up anew in each kernel that reads it),
     and nothing is timed, unless autotuning was asked for.
+
+    A graph without gradients stores q and k as it likes, and that can be the slowest way; see
+    `_eager_layouts`, which a pass of the user's own in this place takes precedence over.
     """
     from torch._inductor import config
 
@@ -291,7 +295,40 @@ def inductor_options() -> dict[str, Any]:
     tuned = ("max_autotune", "max_autotune_gemm", "coordinate_descent_tuning", "benchmark_fusion")
     if hasattr(config, "deterministic") and not any(getattr(config, name, False) for name in tuned):
         patches["deterministic"] = True
+    if getattr(config, "post_grad_custom_post_pass", True) is None:
+        patches["post_grad_custom_post_pass"] = _eager_layouts()
     return {"config_patches": patches} if patches else {}
+
+
+@functools.cache
+def _eager_layouts() -> Any:
+    """A pass of Inductor's: q, k and v of FlexAttention are stored in the order that eager tensors have.
+
+        flex_attention(q, k, v, ..)    ->    flex_attention(force_stride_order(q, strides of q), ..)
+
+    Rotary embeddings are read transposed, so Inductor stores a rotated q with the head's elements
+    outermost, unless a backward asks for it, and the kernel takes twice the time (H200, torch 2.11).
+    """
+    from torch._inductor import inductor_prims
+    from torch._inductor.custom_graph_pass import CustomGraphPass
+
+    class EagerLayouts(CustomGraphPass):
+        def __call__(self, graph: Graph) -> None:
+            for node in graph.find_nodes(op="call_function", target=FLEX_ATTENTION):
+                with graph.inserting_before(node):
+                    node.args = (*map(ordered, node.args[:3]), *node.args[3:])
+
+        def uuid(self) -> str:  # a part of the key of Inductor's cache
+            return "fx_packing: eager layouts for FlexAttention, 1"
+
+    def ordered(tensor: Node) -> Node:
+        value = tensor.meta["val"]
+        order = (tensor, value.stride())
+        result = tensor.graph.call_function(inductor_prims.force_stride_order, order)
+        result.meta["val"] = value
+        return result
+
+    return EagerLayouts()
 
 
 def force_recompile(gm: GraphModule) -> None:

@@ -145,8 +145,17 @@ def _add_product(total: Tensor, left: Tensor, right: Tensor) -> None:
     if total.dtype == left.dtype == right.dtype:
         total.addmm_(left.T, right)
         return
+    if _adds_wide(total, left, right):
+        torch.addmm(total, left.T, right, out_dtype=total.dtype, out=total)
+        return
     for low in range(0, len(total), _ROWS):  # half precision: each product rounds once, the sum does not
         total[low : low + _ROWS] += left[:, low : low + _ROWS].T @ right
+
+
+def _adds_wide(total: Tensor, left: Tensor, right: Tensor) -> bool:
+    """Whether cuBLAS adds products of half precision to a total in float32 by itself."""
+    halves = left.dtype == right.dtype and left.dtype in (torch.float16, torch.bfloat16)
+    return halves and total.dtype == torch.float32 and total.is_cuda and torch.version.hip is None
 
 
 def _bounds(hidden: Tensor, dim: int, weight: Tensor) -> list[tuple[int, int]]:

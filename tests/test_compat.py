@@ -6,12 +6,14 @@ from __future__ import annotations
 import inspect
 import logging
 import operator
+import re
 
 import packing
 import pytest
 import tiny
 import torch
 from torch import nn
+from torch.nn.attention.flex_attention import flex_attention
 
 import fx_packing
 from fx_packing import compat, compat_kernels
@@ -305,12 +307,53 @@ def test_inductor_options():
     from torch._inductor import config
 
     patches = compat.inductor_options()["config_patches"]
-    assert len(patches) == 4
+    assert len(patches) == 5
     with config.patch(patches):  # raises for a name that is no option
         assert config.deterministic
     for name in ("max_autotune", "max_autotune_gemm", "coordinate_descent_tuning", "benchmark_fusion"):
         with config.patch({name: True, "deterministic": False}):
             assert "deterministic" not in compat.inductor_options()["config_patches"]
+
+
+def test_flex_attention_gets_eager_layouts():
+    """A rotated q, whose angles are read transposed, as Qwen3's: each of q, k and v keeps its order."""
+    from torch._inductor.utils import get_code
+
+    def attend(q, k, v, angles):
+        cos, sin = angles.T.cos(), angles.T.sin()
+        q, k = (t.transpose(1, 2) for t in (q, k))
+        q, k = (t * cos + torch.cat([-t[..., 8:], t[..., :8]], -1) * sin for t in (q, k))
+        return flex_attention(q, k, v.transpose(1, 2))
+
+    seen = []
+    patches = compat.inductor_options()["config_patches"]
+    ours = patches["post_grad_custom_post_pass"]
+
+    class Watched(type(ours)):
+        def __call__(self, graph):
+            super().__call__(graph)
+            for flex in graph.find_nodes(op="call_function", target=compat.FLEX_ATTENTION):
+                seen.extend(flex.args[:3])  # the masks are graphs too, without one
+
+        def uuid(self):
+            return None  # nothing comes from Inductor's cache
+
+    inputs = [torch.randn(1, 256, 4, 16, generator=tiny.generator(i)) for i in range(3)]
+    inputs.append(torch.randn(16, 256, generator=tiny.generator(3)))
+    patches |= {"post_grad_custom_post_pass": Watched()}
+    with torch.no_grad():  # not run: the CPU kernel of torch 2.11 writes past such tensors
+        code = "".join(get_code(torch.compile(attend, options=patches), *inputs))
+    for node in seen:
+        assert node.target is torch.ops.prims.inductor_force_stride_order.default
+        assert node.args[1] == (16384, 16, 64, 1)
+    assert len(seen) == 3
+    # q and k are computed into tensors of that order
+    assert len(re.findall(r"\(\(1, 4, 256, 16\), \(16384, 16, 64, 1\)", code)) >= 2
+    assert ours.uuid()  # without one, Inductor would keep nothing in its cache
+
+    mine = Watched()
+    with torch._inductor.config.patch(post_grad_custom_post_pass=mine):
+        assert "post_grad_custom_post_pass" not in compat.inductor_options()["config_patches"]
 
 
 def test_depyf_repaired():
