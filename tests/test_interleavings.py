@@ -80,7 +80,7 @@ ALL_ALIKE = tiny.Batch(torch.ones(4, 6, dtype=torch.int64), torch.ones(4, 6, dty
 HOLES = tiny.Batch(torch.tensor([[1, 0, 1, 2], [1, 1, 2, 2]]), torch.tensor([[1, 0, 1, 1], [1, 0, 1, 0]]))
 
 
-@pytest.mark.parametrize("layout", ("varlen", "prefix"))
+@pytest.mark.parametrize("layout", (pytest.param("varlen", marks=pytest.mark.slow), "prefix"))
 @pytest.mark.parametrize("dtype", (torch.int64, torch.bool, torch.float32), ids=str)
 def test_any_mask(dtype, layout):
     model, packed = decoder(), compiled(dynamic=True, layout=layout, verify="always")

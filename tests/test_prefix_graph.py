@@ -51,8 +51,13 @@ def assert_alone(model, batch, got, tolerance=2e-5):
     assert float((got - tiny.per_row(model, *batch))[real].detach().abs().max()) < tolerance
 
 
-@pytest.mark.parametrize("checkpointing", (False, True))
-@pytest.mark.parametrize("family", ("llama", "mistral", "gemma2"))
+EVERYDAY = (("llama", True), ("gemma2", False))  # of the families, and with checkpointing or without
+OTHERS = [(f, c) for f in ("llama", "mistral", "gemma2") for c in (False, True) if (f, c) not in EVERYDAY]
+
+
+@pytest.mark.parametrize(
+    ("family", "checkpointing"), [*EVERYDAY, *(pytest.param(*o, marks=pytest.mark.slow) for o in OTHERS)]
+)
 def test_values_and_gradients(family, checkpointing, compiled):
     """Another length and layout: one compilation, by a text equal in both captures."""
     if checkpointing and family == "mistral":

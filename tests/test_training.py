@@ -53,7 +53,7 @@ def saved_bytes(run):
     return sum(kept.values()), result
 
 
-@pytest.mark.parametrize("layout", ("varlen", "prefix"))
+@pytest.mark.parametrize("layout", (pytest.param("varlen", marks=pytest.mark.slow), "prefix"))
 @pytest.mark.parametrize("reentrant", (False, pytest.param(True, marks=pytest.mark.slow)))
 def test_checkpointing_saves_the_packed_share(reentrant, layout, monkeypatch):
     """Against the captured checkpointed graph: the same model with layout="padded"."""

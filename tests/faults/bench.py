@@ -74,7 +74,7 @@ class Setting:
     options: tuple[tuple[str, object], ...] = ()
     inputs: str = "ids"  # or "positions", their own in every other row, or "embeddings" for ids
     # or "hidden", with those of each layer; "logps", of the tokens kept; "weighted", those times their
-    # probabilities, and these; "copied", with a copy: the last two have parts without gradients
+    # probabilities, which have no gradient, and these
     outputs: str = "logits"
     dynamic: bool = False
     device: str = "cpu"
@@ -228,7 +228,7 @@ class Subject:
         return kwargs
 
     def _outputs(self, output) -> list[Tensor]:
-        if self.setting.outputs in ("weighted", "copied"):
+        if self.setting.outputs == "weighted":
             return list(output)
         hidden = output.hidden_states if self.setting.outputs == "hidden" else ()
         return [tiny.logits_of(output), *hidden]
@@ -271,16 +271,6 @@ def _weighted(logps: Tensor) -> tuple[Tensor, Tensor]:
     return logps * weights, weights
 
 
-class _Copied(tiny.PlainDecoder):
-    """Logits, and twice the same without a gradient."""
-
-    def forward(self, *args, **kwargs) -> tuple[Tensor, Tensor]:
-        logits = super().forward(*args, **kwargs)
-        with torch.no_grad():
-            copy = logits * 2
-        return logits, copy
-
-
 def _logps_alone(model: _LogProbs, batch: tiny.Batch, keep: int) -> Tensor:
     """The same of each row by itself; the token before the first one kept must be real."""
     logits = tiny.per_row(model.model, *batch)[:, -keep - 1 : -1]
@@ -304,9 +294,9 @@ class _FromEmbeddings(tiny.PlainDecoder):
 
 def _model(setting: Setting, seed: int):
     if setting.family == "plain":
-        kind = _Copied if setting.outputs == "copied" else tiny.PlainDecoder
-        kind = _FromEmbeddings if setting.inputs == "embeddings" else kind
-        model = kind(kv_heads=2, seed=seed)
+        model = (_FromEmbeddings if setting.inputs == "embeddings" else tiny.PlainDecoder)(
+            kv_heads=2, seed=seed
+        )
     else:
         # Soft caps that the scores of so small a model reach.
         caps = {"attn_logit_softcapping": 5.0, "final_logit_softcapping": 8.0}

@@ -79,7 +79,6 @@ growing = Setting(dynamic=True)
 llama = Setting("llama", training=True, keep=LAST)
 logps = Setting("llama", training=True, keep=COMPLETION, outputs="logps")
 weighted = dataclasses.replace(logps, outputs="weighted")
-copied = Setting(training=True, outputs="copied")
 llama_in_half = Setting("llama", training=True, dtype=HALF)
 layers = Setting("llama", outputs="hidden")
 qwen3 = Setting("qwen3", "varlen", training=True)
@@ -665,10 +664,6 @@ def gathered_apart(real):
     return lambda batch, plan, value, dim: real(batch, plan, value.detach(), dim)
 
 
-def as_it_is(result, output):
-    return result
-
-
 def in_prefix(real):
     """Layout "prefix" in spite of embeddings that need gradients."""
 
@@ -690,7 +685,6 @@ GRADIENTS: list[tuple[str, Setting, Inject]] = [
     ("of the head from the last tile alone", logps, last_tile),
     ("of the first tile lost", logps, in_function(tiles._Totals, "add", first_tile_lost)),
     ("of weights that have none, in the tail", weighted, in_tail(not_detached)),
-    ("of a result that has none", copied, in_function(runtime, "_like_captured", lambda real: as_it_is)),
     ("of one row lost", qwen3, scatter_gradient(one_row_of_gradients)),
     ("added up one token off", qwen3, scatter_gradient(lambda index, grad: (index.roll(1), grad))),
     ("of shared keys and values from one completion only", llama, given_once),
