@@ -316,10 +316,20 @@ def last_tiles():
     return fx_packing.report().graphs[-1].last.tiles
 
 
-def test_without_gradients_and_with_them_the_same_bits():
-    model = tiny.build("llama")
+INDUCTOR = [
+    pytest.param("inductor", dtype, family, marks=pytest.mark.slow)
+    for dtype in (torch.float32, torch.bfloat16)
+    for family in ("llama", "gemma2", "gpt2")
+]
+
+
+@pytest.mark.parametrize(("inner", "dtype", "family"), [("aot_eager", torch.float32, "llama"), *INDUCTOR])
+@pytest.mark.parametrize("layout", (pytest.param("varlen", marks=pytest.mark.slow), "prefix"))
+def test_without_gradients_and_with_them_the_same_bits(layout, inner, dtype, family):
+    """Under Inductor each mode has kernels of its own: `compat.inductor_options` makes them round alike."""
+    model = tiny.build(family).to(dtype)
     ids, mask = shared_batch("left")
-    packed = compiled(per_token_logps, layout="prefix")
+    packed = compiled(per_token_logps, layout=layout, inner=inner)
     with torch.no_grad():
         old = packed(model, ids, mask, KEEP)
         reference = packed(model, ids, mask, KEEP)
@@ -329,6 +339,7 @@ def test_without_gradients_and_with_them_the_same_bits():
     assert bool((ratio == 1).all())
     ratio.sum().backward()
     assert all(bool(p.grad.isfinite().all()) for p in model.parameters() if p.grad is not None)
+    assert {g.last.layout for g in fx_packing.report().graphs} == {layout}
 
 
 @pytest.mark.parametrize("temperature", (1e-3, 1.0))
