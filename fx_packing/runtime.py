@@ -4,14 +4,15 @@ from __future__ import annotations
 
 import threading
 import weakref
-from collections import OrderedDict
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from itertools import compress
 from typing import Any, NoReturn
 
 import torch
 from torch import Tensor
 from torch.fx import Node
+from torch.fx.node import map_arg
 
 from . import attention as kernels
 from . import compat, report, switch, tiles, verify
@@ -251,7 +252,7 @@ class Packed:
                 return value
             node = self.capture.resolve(value)
             if node not in numbers:
-                given = tuple(number(a) for a in node.args)
+                given = map_arg(node.args, number)
                 method = node.op == "call_method"
                 numbers[node] = getattr(given[0], node.target)(*given[1:]) if method else node.target(*given)
             return numbers[node]
@@ -307,14 +308,12 @@ class Packed:
         # What the plan is made of, first of all; two graphs may read the same tensors differently.
         padding = self.analysis.padding
         keys = self._key_inputs() if layout != "varlen" else []
-        read = [padding.index if padding else -1, *keys]
-        sources = [batch.args[i] for i in read if i >= 0]
-        sources += [batch.args[i.index] for i in self._tokens]
         plan = _plans.get(
-            sources,
+            [batch.args[i] for i in ([padding.index] if padding else []) + keys],
             (
                 layout, self.options.positions, self.options.min_sharing, tuple(reads),
-                padding is None, len(read), tuple(batch.flags), tuple(batch.joined.items()),
+                padding is None, len(keys), tuple(batch.flags), tuple(batch.joined.items()),
+                batch.rows, batch.columns, batch.mask.device,
             ),
             lambda: self.make_plan(batch, layout),
         )  # fmt: skip
@@ -553,7 +552,7 @@ class Packed:
         for places in bins:
             rows = plan.order[torch.tensor(places, device=plan.order.device)].sort().values
             part = self.part(batch, rows)
-            parts.append(self._plan(part, plan.layout))
+            parts.append(self.make_plan(part, plan.layout))  # its own: it is told its rows
             parts[-1].remember("rows", lambda rows=rows: rows)
         return parts
 
@@ -753,31 +752,45 @@ class _Scatter(torch.autograd.Function):
 
 
 class _PlanCache:
-    """The plans of the last few batches: old, reference and new passes of one step share them."""
+    """The plans of the last few batches: old, reference and new passes of one step share them.
+
+    A batch is known by its content, which costs a comparison and one host synchronisation: neither
+    identity nor version tells that a buffer was written to through ``.data``, NumPy, a kernel or another
+    process, and micro-batches cut anew for each pass are new tensors of old content.
+    """
 
     def __init__(self, most: int = 8) -> None:
-        self._plans: OrderedDict[tuple, tuple[list[weakref.ref], Plan]] = OrderedDict()
+        self._plans: list[tuple[tuple, list[Tensor], Plan]] = []  # the latest last
         self._most, self._lock = most, threading.Lock()
 
-    def get(self, sources: list[Tensor], facts: tuple, make: Any) -> Plan:
-        if any(t.is_inference() for t in sources):
-            return make()  # they carry no version, so a change in place would go unseen
-        key = (facts, tuple((id(t), t._version, tuple(t.shape)) for t in sources))
-        with self._lock:
-            found = self._plans.get(key)
-            if found and all(r() is t for r, t in zip(found[0], sources, strict=True)):
-                self._plans.move_to_end(key)
-                return found[1]
+    def get(self, sources: list[Tensor], facts: tuple, make: Callable[[], Plan]) -> Plan:
+        """The plan made of these tensors, ``[B, L]``, and facts; `make` makes one that is not known."""
+        if any(t.dim() > 2 for t in sources):
+            return make()  # embeddings passed in: a copy would be as large as they are
+        key = (facts, tuple((t.shape, t.dtype, t.device) for t in sources))
+        with torch.inference_mode(False), torch.no_grad(), self._lock:
+            alike = [entry for entry in reversed(self._plans) if entry[0] == key]
+            found = next(compress(alike, _equal(sources, [copies for _, copies, _ in alike])), None)
+            if found is not None:
+                self._plans = [e for e in self._plans if e is not found] + [found]
+                return found[2]
+            copies = [t.detach().clone() for t in sources]  # before the plan: it is made of what is copied
         plan = make()
         with self._lock:
-            self._plans[key] = ([weakref.ref(t) for t in sources], plan)
-            while len(self._plans) > self._most:
-                self._plans.popitem(last=False)
+            self._plans = [*self._plans, (key, copies, plan)][-self._most :]
         return plan
 
     def clear(self) -> None:
         with self._lock:
-            self._plans.clear()
+            self._plans = []
+
+
+def _equal(sources: list[Tensor], known: list[list[Tensor]]) -> list[bool]:
+    """Of each list of copies, whether it equals the sources."""
+    if not sources or not known:
+        return [True] * len(known)
+    same = [torch.stack([(a == b).all() for a, b in zip(sources, copies, strict=True)]) for copies in known]
+    return torch.stack(same).all(1).tolist()
 
 
 _plans = _PlanCache()

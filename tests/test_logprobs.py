@@ -498,3 +498,36 @@ def test_tiles_cover_every_token_once():
         assert bounds[0][0] == 0 and bounds[-1][1] == tokens
         assert all(a[1] == b[0] for a, b in zip(bounds, bounds[1:], strict=False))
         assert all(high - low <= 256 for low, high in bounds)
+
+
+@pytest.mark.parametrize("dynamic", (None, *(pytest.param(d, marks=pytest.mark.slow) for d in (True, False))))
+@pytest.mark.parametrize("layout", (pytest.param("varlen", marks=pytest.mark.slow), "prefix"))
+def test_all_columns_but_the_first(layout, dynamic):
+    """K = L - 1 of each length: where sizes are symbols, Dynamo finds L equal to K + 1 and writes it so."""
+    model = tiny.build("llama")
+    packed = torch.compile(
+        per_token_logps,
+        backend="grpo_pack",
+        options={"inner": "aot_eager", "layout": layout, "on_refuse": "raise"},
+        dynamic=dynamic,
+    )
+    lengths = ((5, 9, 3), 2, 8), ((4, 7), 3, 11), ((6,), 5, 4), ((2, 12, 8, 5), 2, 7)
+    for seed, (prompts, group, completion) in enumerate(lengths):
+        ids, mask, _ = tiny.group_batch(prompts, group, completion, seed=seed)
+        keep = ids.shape[1] - 1
+        got = packed(model, ids, mask, keep)
+        graph = last()
+        assert graph.last.layout == layout and graph.last.run_tokens < graph.last.padded_tokens
+        known = (mask[:, 1:] * mask[:, :-1]).bool()  # a row's first token has none before it
+        logits = tiny.per_row(model, ids, mask)[:, :-1].log_softmax(-1)
+        want = logits.gather(-1, ids[:, 1:, None])[..., 0].masked_fill(~known, 0)
+        assert float((got - want).abs().max().detach()) < 2e-5
+        parameters = list(model.parameters())
+        found = torch.autograd.grad(got.square().sum(), parameters)
+        exact = torch.autograd.grad(want.square().sum(), parameters)
+        for a, b in zip(found, exact, strict=True):
+            assert float((a - b).norm()) < 1e-4 * float(b.norm())
+    with torch.no_grad():  # fewer columns: another graph, whose sizes are not tied
+        got = packed(model, ids, mask, 5)
+        assert last().last.layout == layout
+        assert torch.allclose(got, per_token_logps(model, ids, mask, 5), atol=2e-5)

@@ -16,6 +16,7 @@ from packing import (
 from torch import Tensor
 
 import fx_packing
+from fx_packing import runtime
 
 LAYOUTS = ("varlen", "prefix", "auto")
 # "auto" runs both layouts, by the batch; that the others hold to theirs is seen on three every day.
@@ -249,6 +250,68 @@ def test_one_row_of_positions_for_all_that_changes_in_place_of_another():
             each = given.expand_as(ids)
             close(got, tiny.per_row(model, ids, mask, position_ids=each), mask, 2e-5)
             assert_packed("prefix", ids, mask, each)
+
+
+def refill(into, ids):
+    into.numpy()[:] = ids.numpy()
+
+
+def refill_data(into, ids):
+    into.data.copy_(ids)
+
+
+@pytest.mark.parametrize("layout", ("varlen", "prefix"))
+@pytest.mark.parametrize("write", (refill, refill_data))
+def test_buffers_that_are_filled_again_unseen(write, layout):
+    """Neither identity nor version of a tensor changes with what NumPy, ``.data``, kernels or other processes
+    write: a plan of the content before would give another batch's numbers."""
+    model = tiny.build("llama")
+    packed = pack(model, layout=layout)
+    ids, mask, _ = tiny.group_batch([5, 9, 3], 3, 8)
+    versions = ids._version, mask._version
+    for seed, prompts in enumerate(([5, 9, 3], [9, 2, 7], [9, 9, 1])):
+        batch = tiny.group_batch(prompts, 3, 8, seed=seed)
+        write(ids, batch.ids)
+        write(mask, batch.mask)
+        with torch.no_grad():
+            got = packed(input_ids=ids, attention_mask=mask, use_cache=False).logits
+            close(got, tiny.per_row(model, ids, mask), mask, 2e-5)
+        assert_packed(layout, ids, mask)
+        write(ids, torch.where(mask.bool(), seed, ids))  # the same mask, all rows alike
+        with torch.no_grad():
+            got = packed(input_ids=ids, attention_mask=mask, use_cache=False).logits
+            close(got, tiny.per_row(model, ids, mask), mask, 2e-5)
+        assert_packed(layout, ids, mask)
+    assert (ids._version, mask._version) == versions
+
+
+def test_passes_of_one_step_share_a_plan(monkeypatch):
+    """By content: micro-batches cut anew for each pass are new tensors. Another batch gets another plan."""
+    made = []
+    real = runtime.make_plan
+    monkeypatch.setattr(runtime, "make_plan", lambda *a, **k: made.append(1) or real(*a, **k))
+    model = tiny.build("llama")
+    packed = pack(model, layout="prefix", verify="never")
+    ids, mask = shared_batch("left")
+    with torch.no_grad():
+        for _ in range(3):
+            packed(input_ids=ids.clone(), attention_mask=mask.clone(), use_cache=False)
+        with torch.inference_mode():
+            packed(input_ids=ids.clone(), attention_mask=mask.clone(), use_cache=False)
+        assert len(made) == 1
+        other = ids.clone()
+        other[0, -1] += 1
+        packed(input_ids=other, attention_mask=mask, use_cache=False)
+        assert len(made) == 2
+        packed(input_ids=ids, attention_mask=mask, use_cache=False)
+        assert len(made) == 2
+        for number in range(10):  # bounded
+            packed(input_ids=(ids + number) % tiny.VOCAB, attention_mask=mask, use_cache=False)
+        assert len(made) == 11
+        packed(input_ids=(ids + 1) % tiny.VOCAB, attention_mask=mask, use_cache=False)
+        assert len(made) == 12
+    packed(input_ids=(ids + 1) % tiny.VOCAB, attention_mask=mask, use_cache=False).logits.sum().backward()
+    assert len(made) == 12  # in training too, whose graph saves the plan's tensors
 
 
 @pytest.mark.parametrize("family", ("llama", "gpt2"))

@@ -28,7 +28,7 @@ from torch.fx import Node
 from torch.fx.node import map_arg
 
 from .. import compat
-from ..capture import Capture, each_row
+from ..capture import Capture, Input, each_row
 from ..errors import Refused, describe, where
 from .hints import hint
 
@@ -176,11 +176,28 @@ class _Solver:
         # A caller's ints, which cut lines, get smaller primes than any line, in the order of their values.
         last = max(2, len(primes) - len(ints))
         self.ints = {i.node: prime for i, prime in zip(ints, primes[last:], strict=False)}
+        self.ints |= self._tied(ints, primes[0])
         self.spare = iter(primes[2:last])
         self.roles.captured = {"L": capture.columns, "B": capture.rows}
         # One row needs no symbol: the flat graph is the captured graph with one row.
         self.roles.primes = ({"B": primes[1]} if capture.rows > 1 else {}) | {"L": primes[0]}
         self.cuts: dict[tuple[str, int, int], Slice] = {}
+
+    def _tied(self, ints: list[Input], length: int) -> dict[Node, int]:
+        """Ints from which L follows: where all columns but one are asked for, Dynamo finds L equal to K + 1,
+        guards on it, and writes L so. In the re-run such an int is as far from L as it is then."""
+        columns = self.capture.symbolic_shape[1]
+        if not isinstance(columns, torch.SymInt):
+            return {}
+        found = {}
+        sizes = {s for n in self.capture.nodes for s in _sizes(n.meta.get("example_value")) if s}
+        for item in ints:
+            value = item.node.meta["example_value"]
+            less = columns.node.expr - value.node.expr if isinstance(value, torch.SymInt) else None
+            if less is not None and less.is_Integer and 0 < less < 1000:
+                if not any(s % (length - int(less)) == 0 for s in sizes):
+                    found[item.node] = length - int(less)
+        return found
 
     def _primes(self) -> list[int]:
         sizes = {s for n in self.capture.nodes for s in _sizes(n.meta.get("example_value")) if s}
@@ -500,7 +517,7 @@ class _Solver:
         low, high, _ = slice(*hints).indices(roles.captured[parent])
         by_symint = any(isinstance(e, Node) for e in (item.start, item.stop))
         if (start, stop) == (0, roles.primes[parent]):
-            return None
+            return Slice(parent, parent, None, None) if ends[0] == -stop else None  # ``-L:``, by a tied int
         if (low, high) == (0, roles.captured[parent]) and not by_symint:
             return Slice(parent, parent, None, None)
         key = (parent, start, stop)
