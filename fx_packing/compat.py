@@ -468,13 +468,20 @@ def depyf_repaired() -> Iterator[None]:
         replaced += [(m, original.__name__, load) for m in (patched, enabling)]
     rebuild = getattr(code_transform, "fix_irregular_code", None)
     if rebuild:
+        inside = False
 
         @functools.wraps(rebuild)
         def bounded(*args: Any, **kwargs: Any) -> Any:
+            nonlocal inside
+            if inside:  # the outermost call tells it: depyf prints the trace
+                return rebuild(*args, **kwargs)
+            inside = True
             try:
                 return rebuild(*args, **kwargs)
             except RecursionError:
                 raise SyntaxError("depyf cannot rebuild this function's bytecode") from None
+            finally:
+                inside = False
 
         replaced.append((code_transform, "fix_irregular_code", bounded))
     with contextlib.ExitStack() as undo:

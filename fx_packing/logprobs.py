@@ -44,13 +44,12 @@ def per_token_logps(
     targets = input_ids[:, -logits_to_keep:]
     normaliser = logits.logsumexp(-1)
     logps = logits.gather(-1, targets.unsqueeze(-1)).squeeze(-1) - normaliser
-    found = [logps]
-    if entropy:
-        found.append(normaliser - (logits.softmax(-1) * logits).sum(-1))
+    spread = normaliser - (logits.softmax(-1) * logits).sum(-1) if entropy else None
     if attention_mask is not None:
         real = attention_mask[:, -logits_to_keep:] != 0
-        found = [torch.where(real, value, 0.0) for value in found]
-    return (found[0], found[1]) if entropy else found[0]
+        logps = torch.where(real, logps, 0.0)
+        spread = torch.where(real, spread, 0.0) if entropy else None
+    return (logps, spread) if entropy else logps
 
 
 def _takes_logits_to_keep(model: Any) -> bool:

@@ -440,6 +440,21 @@ def test_another_temperature_is_packed_too(dynamic):
     assert graphs[-1].compiles["tail"] <= 4 and not any("temperature" in g for g in graphs[-1].guards)
 
 
+def test_an_int_temperature_that_varies_runs_padded_and_says_so():
+    model = Head()
+    ids, mask = shared_batch("left")
+    packed = compiled(per_token_logps)
+    with torch.no_grad():
+        for temperature in (2, 3):
+            got = packed(model, ids, mask, KEEP, temperature=temperature)
+            want = per_token_logps(model, ids, mask, KEEP, temperature=temperature)
+            known = (mask[:, -KEEP:] * mask[:, -KEEP - 1 : -1]).bool()
+            assert float((got - want)[known].abs().max()) < 1e-10
+    first, second = fx_packing.report().graphs
+    assert first.rewritten and not second.rewritten
+    assert "the int L['temperature'], which varies from call to call" in second.reason
+
+
 def test_another_number_before_the_head_runs_padded_and_says_so():
     def score(model, ids, mask, scale, *, temperature):
         hidden = model.trunk(ids, mask) * scale

@@ -171,7 +171,7 @@ class _Solver:
         self.capture = capture
         self.roles = Roles()
         primes = self._primes()
-        ints = [i for i in capture.inputs if i.kind == "size" and not _SIZE.search(i.source)]
+        ints = [i for i in capture.inputs if is_callers_int(i)]
         ints.sort(key=lambda i: compat.size_hint(i.node.meta["example_value"]), reverse=True)
         # A caller's ints, which cut lines, get smaller primes than any line, in the order of their values.
         last = max(2, len(primes) - len(ints))
@@ -542,6 +542,11 @@ class _Solver:
         roles.captured[symbol] = captured  # of ``-K:`` with K = 0 all columns, where K itself is 0
         roles.lines.add(symbol)
         return symbol
+
+
+def is_callers_int(item: Input) -> bool:
+    """Whether an input is an int that the caller passes, not the size of a tensor."""
+    return item.kind == "size" and not _SIZE.search(item.source)
 
 
 def index_dims(index: tuple, rank: int) -> list[int | None] | None:

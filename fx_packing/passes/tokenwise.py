@@ -28,7 +28,19 @@ from ..capture import Capture, each_row, row
 from ..errors import Refused, describe, where
 from .attention import Attention
 from .hints import hint
-from .roles import STATE, Roles, Size, Slice, as_sizes, cut_table, index_dims, is_number, map_sizes, tensors
+from .roles import (
+    STATE,
+    Roles,
+    Size,
+    Slice,
+    as_sizes,
+    cut_table,
+    index_dims,
+    is_callers_int,
+    is_number,
+    map_sizes,
+    tensors,
+)  # fmt: skip
 
 Layout = tuple[tuple[Any, ...], ...]  # for each dimension its factors: names, and plain ints > 1
 
@@ -258,6 +270,12 @@ def _no_sizes(capture: Capture, roles: Roles, node: Node) -> None:
         if number in kept or not roles.exact(number):
             if (node in roles.slices or node in roles.tables) and number not in kept:
                 continue
+            given = capture.by_node.get(number)
+            if given is not None and is_callers_int(given):
+                raise Mixes(
+                    f"computes with the int {given.source}, which varies from call to call and is a size to "
+                    "Dynamo (a float that only comes after the LM head may vary)"
+                )
             sizes = [str(s) for s in map(roles.size, as_sizes(value)) if s.symbols]
             what = (
                 f"the size {' and '.join(sizes)}"
