@@ -213,6 +213,41 @@ def test_spelled_out_refused(name):
     assert padded == 0 or name == "dropout"
 
 
+def in_training(attend):
+    """The report of a call that records gradients, and how far it is from the rows alone."""
+    model = Toy(attend=attend)
+    ids, mask = tiny.batch("left", lengths=[47, 40, 31, 9], length=48, seed=1)
+    got = packing.pack(model, layout="varlen", verify="never")(ids, mask)
+    distance = (got - tiny.per_row(model, ids, mask))[mask.bool()].abs().max()
+    return fx_packing.report().graphs[-1], float(distance.detach())
+
+
+def test_a_mask_from_before_a_region_without_gradients():
+    """As transformers makes it, before the angles of the positions: a mask has no gradient in any mode."""
+
+    def attend(toy, q, k, v, mask, x):
+        allowed = causal(q.shape[2]) & real(mask)
+        with torch.no_grad():
+            turn = toy.temperature * 0 + 0.25
+        s = (q * turn) @ k.transpose(2, 3)
+        return s.masked_fill(~allowed, torch.finfo(s.dtype).min).softmax(-1) @ v
+
+    graph, distance = in_training(attend)
+    assert graph.rewritten, graph.reason
+    assert graph.last.layout == "varlen" and distance < 2e-5
+
+
+def test_weights_without_gradients_are_refused():
+    def attend(toy, q, k, v, mask, x):
+        s = q @ k.transpose(2, 3) * 0.25
+        with torch.no_grad():
+            w = s.masked_fill(~(causal(q.shape[2]) & real(mask)), -1e9).softmax(-1)
+        return w @ v
+
+    graph, _ = in_training(attend)
+    assert not graph.rewritten and "a part of attention runs under no_grad" in graph.reason
+
+
 def test_sinks_are_refused():
     def attend(toy, q, k, v, mask, x):
         s = q @ k.transpose(2, 3) * 0.25

@@ -165,16 +165,12 @@ def _eager(capture: Capture, roles: Roles, reader: _MaskReader, node: Node) -> A
             raise Refused(_DROPOUT.format(where(inner)))
         if inner.target in _DETACHING:
             raise Refused(f"attention weights are detached from the gradient, {where(inner)}")
-    if (
-        len(
-            {
-                _gradient_modes(capture)[n]
-                for n in [*between, node]
-                if _is_square(roles, n) or n is node
-            }
-        )
-        > 1
-    ):
+    modes, scored = _gradient_modes(capture), {score}  # a mask has no gradient, whatever the mode
+    region = {*between, node}
+    for inner in (n for n in capture.nodes if n in region):
+        if not scored.isdisjoint(capture.operands(inner)):
+            scored.add(inner)
+    if len({modes[n] for n in scored}) > 1:
         raise Refused(f"a part of attention runs under no_grad, {where(node)}")
     window, scale, softcap, padding = reader.read_eager(score, weights, between, node)
     transposed = True
