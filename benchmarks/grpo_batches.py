@@ -6,13 +6,13 @@ Three batches at Qwen3-1.7B widths with random weights in bf16. The model's trun
 the log-probabilities of the completions follow in tiles, the same code for every row of the table.
 Padded is the trunk under plain Inductor; the packed rows are the same trunk under ``grpo_pack``.
 Times are CUDA events, the best of several, after two runs that do not count (the first captures,
-proves, compiles and checks; its seconds are given apart). Every run gets tensors of its own, so that
-a packed one makes its own plan. Memory is the peak of torch's allocator. ``old_to_new`` is the largest
+proves, compiles and checks; its seconds are given apart). Plans are forgotten before each run, so that
+a packed one makes its own. Memory is the peak of torch's allocator. ``old_to_new`` is the largest
 difference between log-probabilities with and without gradients, which old and new ones are, in nats.
 
 ``prefix+tiles`` is `per_token_logps` compiled whole, its tail in the graph's own tiles;
-``prefix+one`` is the same with one tile of all tokens. ``+kept`` gives every call the same tensors, as
-the old, reference and new passes of one step do, which share a plan. ``by_hand`` is the yardstick of
+``prefix+one`` is the same with one tile of all tokens. ``+kept`` keeps plans, as
+the old, reference and new passes of one step do, which share one. ``by_hand`` is the yardstick of
 `by_hand.py`: shared prompts written by hand for these batches, the tree made before the time is taken.
 
 ``--ways`` and ``--batches`` choose rows; ``--out`` keeps the rows that it already holds of the same card
@@ -37,7 +37,7 @@ from torch.utils.checkpoint import checkpoint
 from transformers import Qwen3Config, Qwen3ForCausalLM
 
 import fx_packing
-from fx_packing import tiles
+from fx_packing import runtime, tiles
 from fx_packing.backend import grpo_pack
 
 VOCABULARY = 151_936
@@ -158,7 +158,6 @@ def compile_trunk(model, options, device, by_hand_way=False):
 def run(trunk, model, spec, repeats, device, kept=False):
     """One row of the table, and the log-probabilities that it found."""
     ids, mask, keep = build_batch(*spec, model.config.vocab_size, device)
-    own = (lambda t: t) if kept else torch.clone
     shape = len(ids), ids.numel()
     result = {"rows": len(ids), "columns": ids.shape[1], "real": int(mask.sum())}
     checked = len(verifications())
@@ -167,7 +166,12 @@ def run(trunk, model, spec, repeats, device, kept=False):
         tree = by_hand.build_tree(ids, mask, keep, spec[1])
         result |= {"ran": "by hand", "kernel": "flex", "run": tree.tokens}
     for key, backward in (("forward", False), ("both", True)):
-        once = lambda: step(trunk, model, own(ids), own(mask), keep, backward, tree)  # noqa: B023, E731
+
+        def once(backward=backward):
+            if not kept:
+                runtime._plans.clear()
+            return step(trunk, model, ids.clone(), mask.clone(), keep, backward, tree)
+
         with torch.set_grad_enabled(backward):
             began = time.perf_counter()
             last, logps = logps, once().cpu()  # waits for the GPU

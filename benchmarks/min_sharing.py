@@ -20,6 +20,7 @@ import torch
 from grpo_batches import build_model, header, measure
 
 import fx_packing
+from fx_packing import runtime
 from fx_packing.backend import grpo_pack
 
 ROWS, GROUP = 16, 8
@@ -67,7 +68,7 @@ def main() -> None:
             for key, backward in (("forward_ms", False), ("both_ms", True)):
 
                 def step(layout, ids=ids, mask=mask, backward=backward):
-                    # New tensors each time: every run makes its own plan.
+                    runtime._plans.clear()  # every run makes its own plan
                     batch = {"input_ids": ids.clone(), "attention_mask": mask.clone()}
                     with torch.set_grad_enabled(backward):
                         out = trunks[layout](**batch, use_cache=False).last_hidden_state
