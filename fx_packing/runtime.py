@@ -304,15 +304,16 @@ class Packed:
     def _plan(self, batch: Batch, layout: str) -> Plan:
         if self._embeddings_need_gradients(batch):
             layout = "varlen"  # a shared token would give all its gradient to one of its rows
-        reads = [r for s, r in batch.reads.items() if s != "L"]
         # What the plan is made of, first of all; two graphs may read the same tensors differently.
         padding = self.analysis.padding
         keys = self._key_inputs() if layout != "varlen" else []
         plan = _plans.get(
             [batch.args[i] for i in ([padding.index] if padding else []) + keys],
             (
-                layout, self.options.positions, self.options.min_sharing, tuple(reads),
+                layout, self.options.positions, self.options.min_sharing,
                 padding is None, len(keys), tuple(batch.flags), tuple(batch.joined.items()),
+                # With their names, by which the plan remembers what was made of them.
+                tuple(batch.reads.items()), tuple(batch.anchors.items()),
                 batch.rows, batch.columns, batch.mask.device,
             ),
             lambda: self.make_plan(batch, layout),
