@@ -323,6 +323,8 @@ def _eager_layouts() -> Any:
 
     def ordered(tensor: Node) -> Node:
         value = tensor.meta["val"]
+        if any(type(stride) is int and stride == 0 for stride in value.stride()):
+            return tensor  # expanded: no layout of its own
         order = (tensor, value.stride())
         result = tensor.graph.call_function(inductor_prims.force_stride_order, order)
         result.meta["val"] = value

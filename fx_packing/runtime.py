@@ -790,8 +790,17 @@ def _equal(sources: list[Tensor], known: list[list[Tensor]]) -> list[bool]:
     """Of each list of copies, whether it equals the sources."""
     if not sources or not known:
         return [True] * len(known)
-    same = [torch.stack([(a == b).all() for a, b in zip(sources, copies, strict=True)]) for copies in known]
+    sources = [_bits(t) for t in sources]
+    same = [
+        torch.stack([(a == _bits(b)).all() for a, b in zip(sources, copies, strict=True)]) for copies in known
+    ]
     return torch.stack(same).all(1).tolist()
+
+
+def _bits(tensor: Tensor) -> Tensor:
+    """Floats as the ints of their bits, as plans compare them: 0.0 and -0.0 are two."""
+    ints = {2: torch.int16, 4: torch.int32, 8: torch.int64}
+    return tensor.detach().view(ints[tensor.element_size()]) if tensor.is_floating_point() else tensor
 
 
 _plans = _PlanCache()

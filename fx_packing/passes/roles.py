@@ -194,9 +194,9 @@ class _Solver:
         for item in ints:
             value = item.node.meta["example_value"]
             less = columns.node.expr - value.node.expr if isinstance(value, torch.SymInt) else None
-            if less is not None and less.is_Integer and 0 < less < 1000:
-                if not any(s % (length - int(less)) == 0 for s in sizes):
-                    found[item.node] = length - int(less)
+            tied = length - 1  # a number that nothing else has
+            if less == 1 and tied not in _PRIMES and not any(s % tied == 0 for s in sizes):
+                found[item.node] = tied
         return found
 
     def _primes(self) -> list[int]:
