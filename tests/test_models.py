@@ -406,3 +406,11 @@ def test_each_row_of_embeddings_gets_its_own_gradient(layout):
     assert float((got - want).abs().max() / want.abs().max()) < 2e-5
     last = fx_packing.report().graphs[-1].last
     assert last.layout == "varlen" and "need gradients" in last.reason
+
+
+def test_plans_tell_zeros_apart_by_their_sign():
+    """As their keys do: a plan of equal floats whose bits differ would share what is not the same."""
+    cache = runtime._PlanCache()
+    zeros = torch.zeros(2, 3)
+    assert cache.get([zeros], (), object) is cache.get([zeros.clone()], (), object)
+    assert cache.get([zeros], (), object) is not cache.get([-zeros], (), object)
