@@ -179,6 +179,14 @@ def size_hint(size: int | torch.SymInt) -> int:
     return int(hint)
 
 
+def distance(larger: int | torch.SymInt, smaller: int | torch.SymInt) -> int | None:
+    """``larger - smaller`` where both are SymInts and the guards make it the same at every call."""
+    if not (isinstance(larger, torch.SymInt) and isinstance(smaller, torch.SymInt)):
+        return None
+    less = larger.node.expr - smaller.node.expr
+    return int(less) if less.is_Integer else None
+
+
 def is_checkpoint(target: Any) -> bool:
     """Whether a ``call_function`` target is the activation-checkpointing higher-order operator."""
     return target is torch.ops.higher_order.tag_activation_checkpoint
@@ -325,8 +333,7 @@ def _eager_layouts() -> Any:
         value = tensor.meta["val"]
         if any(type(stride) is int and stride == 0 for stride in value.stride()):
             return tensor  # expanded: no layout of its own
-        order = (tensor, value.stride())
-        result = tensor.graph.call_function(inductor_prims.force_stride_order, order)
+        result = tensor.graph.call_function(inductor_prims.force_stride_order, (tensor, value.stride()))
         result.meta["val"] = value
         return result
 

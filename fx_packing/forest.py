@@ -24,6 +24,8 @@ import torch.nn.functional as F
 from torch import Tensor
 
 LAYOUTS = ("varlen", "prefix")
+#: Integers by their size in bytes, to view floats as: what is shared must be equal bit for bit.
+INTEGERS = {8: torch.int64, 4: torch.int32, 2: torch.int16, 1: torch.uint8}
 
 
 @dataclass(frozen=True, eq=False)
@@ -343,9 +345,8 @@ def _vector_codes(vectors: Tensor) -> Tensor:
     vectors = vectors.contiguous()
     width, offset = vectors.shape[-1], vectors.storage_offset()
     # View the bits as the widest integers that fit the vectors and their place in memory.
-    views = {8: torch.int64, 4: torch.int32, 2: torch.int16, 1: torch.uint8}
     unit = math.gcd(8, width * vectors.element_size(), offset * vectors.element_size())
-    bits = vectors.flatten(0, 1).view(views[unit])
+    bits = vectors.flatten(0, 1).view(INTEGERS[unit])
     generator = torch.Generator(vectors.device).manual_seed(0)  # the global one stays untouched
     factors = torch.randint(2**62, bits.shape[1:], generator=generator, device=vectors.device)
     order = (bits * (2 * factors + 1)).sum(1).argsort()

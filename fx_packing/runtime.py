@@ -18,7 +18,7 @@ from . import attention as kernels
 from . import compat, report, switch, tiles, verify
 from .cap import token_cap
 from .errors import PackingError
-from .forest import Plan, Read, make_plan
+from .forest import INTEGERS, Plan, Read, make_plan
 from .inner import Compiled, compile_flat
 from .masks import BLOCK
 from .options import Options
@@ -770,12 +770,13 @@ class _PlanCache:
             return make()  # embeddings passed in: a copy would be as large as they are
         key = (facts, tuple((t.shape, t.dtype, t.device) for t in sources))
         with torch.inference_mode(False), torch.no_grad(), self._lock:
+            sources = [_bits(t) for t in sources]
             alike = [entry for entry in reversed(self._plans) if entry[0] == key]
             found = next(compress(alike, _equal(sources, [copies for _, copies, _ in alike])), None)
             if found is not None:
                 self._plans = [e for e in self._plans if e is not found] + [found]
                 return found[2]
-            copies = [t.detach().clone() for t in sources]  # before the plan: it is made of what is copied
+            copies = [t.clone() for t in sources]  # before the plan: it is made of what is copied
         plan = make()
         with self._lock:
             self._plans = [*self._plans, (key, copies, plan)][-self._most :]
@@ -790,17 +791,13 @@ def _equal(sources: list[Tensor], known: list[list[Tensor]]) -> list[bool]:
     """Of each list of copies, whether it equals the sources."""
     if not sources or not known:
         return [True] * len(known)
-    sources = [_bits(t) for t in sources]
-    same = [
-        torch.stack([(a == _bits(b)).all() for a, b in zip(sources, copies, strict=True)]) for copies in known
-    ]
+    same = [torch.stack([(a == b).all() for a, b in zip(sources, copies, strict=True)]) for copies in known]
     return torch.stack(same).all(1).tolist()
 
 
 def _bits(tensor: Tensor) -> Tensor:
-    """Floats as the ints of their bits, as plans compare them: 0.0 and -0.0 are two."""
-    ints = {2: torch.int16, 4: torch.int32, 8: torch.int64}
-    return tensor.detach().view(ints[tensor.element_size()]) if tensor.is_floating_point() else tensor
+    """Floats as the integers of their bits, as plans compare them: 0.0 and -0.0 are two."""
+    return tensor.view(INTEGERS[tensor.element_size()]) if tensor.is_floating_point() else tensor
 
 
 _plans = _PlanCache()

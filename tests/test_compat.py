@@ -82,6 +82,19 @@ def test_size_hint():
     assert [compat.size_hint(s) for s in tensor.shape] == [5, 3]
 
 
+@pytest.mark.parametrize("tied", (True, False))
+def test_distance(tied):
+    def cut(x, number):
+        kept = x[:, -number - 1 :]
+        return kept + x if tied else kept  # what is added is as wide: a guard
+
+    gm, _ = captured(cut, torch.ones(3, 7), 6, dynamic=True)
+    values = [n.meta["example_value"] for n in placeholders(gm)]
+    (tensor,) = (v for v in values if isinstance(v, torch.Tensor))
+    assert compat.distance(tensor.shape[1], values[0]) == (1 if tied else None)
+    assert compat.distance(tensor.shape[1], 6) is None and compat.distance(7, 6) is None
+
+
 def test_checkpoint_operator():
     from torch.utils.checkpoint import checkpoint
 
@@ -315,15 +328,18 @@ def test_inductor_options():
             assert "deterministic" not in compat.inductor_options()["config_patches"]
 
 
-def test_flex_attention_gets_eager_layouts():
-    """A rotated q, whose angles are read transposed, as Qwen3's: each of q, k and v keeps its order."""
+@pytest.mark.parametrize("expanded", (False, True))
+def test_flex_attention_gets_eager_layouts(expanded):
+    """A rotated q, whose angles are read transposed, as Qwen3's: each of q, k and v keeps its order. One that
+    is expanded over the heads has none: it is left alone."""
     from torch._inductor.utils import get_code
 
     def attend(q, k, v, angles):
         cos, sin = angles.T.cos(), angles.T.sin()
         q, k = (t.transpose(1, 2) for t in (q, k))
         q, k = (t * cos + torch.cat([-t[..., 8:], t[..., :8]], -1) * sin for t in (q, k))
-        return flex_attention(q, k, v.transpose(1, 2))
+        v = v.transpose(1, 2)
+        return flex_attention(q, k, v[:, :1].expand(-1, 4, -1, -1) if expanded else v)
 
     seen = []
     patches = compat.inductor_options()["config_patches"]
@@ -343,10 +359,9 @@ def test_flex_attention_gets_eager_layouts():
     patches |= {"post_grad_custom_post_pass": Watched()}
     with torch.no_grad():  # not run: the CPU kernel of torch 2.11 writes past such tensors
         code = "".join(get_code(torch.compile(attend, options=patches), *inputs))
-    for node in seen:
-        assert node.target is torch.ops.prims.inductor_force_stride_order.default
-        assert node.args[1] == (16384, 16, 64, 1)
-    assert len(seen) == 3
+    ordered = torch.ops.prims.inductor_force_stride_order.default
+    assert [n.target is ordered for n in seen] == [True, True, not expanded]
+    assert all(n.args[1] == (16384, 16, 64, 1) for n in seen if n.target is ordered)
     # q and k are computed into tensors of that order
     assert len(re.findall(r"\(\(1, 4, 256, 16\), \(16384, 16, 64, 1\)", code)) >= 2
     assert ours.uuid()  # without one, Inductor would keep nothing in its cache

@@ -185,22 +185,19 @@ class _Solver:
 
     def _tied(self, ints: list[Input], length: int) -> dict[Node, int]:
         """Ints from which L follows: where all columns but one are asked for, Dynamo finds L equal to K + 1,
-        guards on it, and writes L so. In the re-run such an int is as far from L as it is then."""
-        columns = self.capture.symbolic_shape[1]
-        if not isinstance(columns, torch.SymInt):
+        guards on it, and writes L so. In the re-run such an int is one less than L then too."""
+        columns, tied = self.capture.symbolic_shape[1], length - 1
+        if tied in _PRIMES or any(s % tied == 0 for s in self._sizes()):  # no number of its own
             return {}
-        found = {}
-        sizes = {s for n in self.capture.nodes for s in _sizes(n.meta.get("example_value")) if s}
-        for item in ints:
-            value = item.node.meta["example_value"]
-            less = columns.node.expr - value.node.expr if isinstance(value, torch.SymInt) else None
-            tied = length - 1  # a number that nothing else has
-            if less == 1 and tied not in _PRIMES and not any(s % tied == 0 for s in sizes):
-                found[item.node] = tied
-        return found
+        nodes = [i.node for i in ints]
+        return {n: tied for n in nodes if compat.distance(columns, n.meta["example_value"]) == 1}
+
+    def _sizes(self) -> set[int]:
+        """All sizes of the captured graph, but 0."""
+        return {s for n in self.capture.nodes for s in _sizes(n.meta.get("example_value")) if s}
 
     def _primes(self) -> list[int]:
-        sizes = {s for n in self.capture.nodes for s in _sizes(n.meta.get("example_value")) if s}
+        sizes = self._sizes()
         good = [p for p in _PRIMES if not any(s % p == 0 for s in sizes)]
         if len(good) < 4:
             raise Refused("the model's sizes are multiples of every prime that tells B and L apart")
@@ -517,7 +514,8 @@ class _Solver:
         low, high, _ = slice(*hints).indices(roles.captured[parent])
         by_symint = any(isinstance(e, Node) for e in (item.start, item.stop))
         if (start, stop) == (0, roles.primes[parent]):
-            return Slice(parent, parent, None, None) if ends[0] == -stop else None  # ``-L:``, by a tied int
+            tied = isinstance(item.start, Node) and ends[0] == -stop  # ``-L:``, by a tied int
+            return Slice(parent, parent, None, None) if tied else None
         if (low, high) == (0, roles.captured[parent]) and not by_symint:
             return Slice(parent, parent, None, None)
         key = (parent, start, stop)

@@ -40,7 +40,7 @@ from .roles import (
     is_number,
     map_sizes,
     tensors,
-)  # fmt: skip
+)
 
 Layout = tuple[tuple[Any, ...], ...]  # for each dimension its factors: names, and plain ints > 1
 
