@@ -546,3 +546,24 @@ def test_all_columns_but_the_first(layout, dynamic):
         got = packed(model, ids, mask, 5)
         assert last().last.layout == layout
         assert torch.allclose(got, per_token_logps(model, ids, mask, 5), atol=2e-5)
+
+
+def test_two_ints_of_which_one_is_tied_by_another_distance():
+    """L is a + 136 here: only L = K + 1 is read as such, the rest is refused or right."""
+    model = tiny.build("llama")
+
+    def ends(ids, mask, a, b):
+        logits = model(input_ids=ids, attention_mask=mask, use_cache=False).logits
+        return logits[:, 136:] * 1.0 + ids[:, -a:, None] * 0.0, logits[:, -b:] * 1.0
+
+    packed = torch.compile(
+        ends, backend="grpo_pack", dynamic=True, options={"inner": "eager", "verify": "never"}
+    )
+    for length, a, b in ((150, 14, 14), (150, 14, 5), (156, 20, 30)):
+        ids, mask = tiny.batch("left", rows=3, length=length, seed=1)
+        with torch.no_grad():
+            found = packed(ids, mask, a, b)
+            want = ends(ids, mask, a, b)
+        for got, full in zip(found, want, strict=True):
+            real = mask[:, -full.shape[1] :].bool()
+            assert got.shape == full.shape and float((got - full)[real].abs().max()) < 2e-5

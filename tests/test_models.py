@@ -314,6 +314,30 @@ def test_passes_of_one_step_share_a_plan(monkeypatch):
     assert len(made) == 12  # in training too, whose graph saves the plan's tensors
 
 
+def test_graphs_that_name_other_slices_share_no_plan():
+    """The names hold numbers of the re-run, by the order of the caller's ints at capture: here they swap."""
+    model = tiny.build("llama")
+
+    def ends(ids, mask, a, b):
+        logits = model(input_ids=ids, attention_mask=mask, use_cache=False).logits
+        return logits[:, -a:][:, :-1] * 1.0, logits[:, -b:][:, :-1] * 1.0
+
+    packed = pack(ends, dynamic=True, verify="never", inner="eager")
+    batch = tiny.batch("left", rows=3, length=24, seed=1)
+    with torch.no_grad():
+        packed(*batch, 9, 5)
+    packed(*tiny.batch("none", rows=3, length=60, seed=2), 5, 9)  # with gradients: a graph of its own
+    graphs = fx_packing.report().graphs
+    assert len(graphs) == 2 and all(g.last.layout == "varlen" for g in graphs)
+    wide = tiny.per_row(model, *batch)
+    for training in (False, True, False):
+        with torch.set_grad_enabled(training):
+            found = packed(*batch, 9, 5)
+        for got, number in zip(found, (9, 5), strict=True):
+            close(got, wide[:, -number:-1], batch.mask[:, -number:-1], 2e-5)
+    assert [sum(g.runs.values()) for g in graphs] == [3, 2] and {*graphs[0].runs} == {"varlen"}
+
+
 @pytest.mark.parametrize("family", ("llama", "gpt2"))
 def test_hidden_states_are_outputs_too(family):
     model = tiny.build(family)
