@@ -24,7 +24,8 @@ MODELS = [
     pytest.param(
         family, attention, layout,
         marks=[]
-        if layout == "auto" or (attention == "sdpa" and family in ("llama", "mistral", "gpt2"))
+        if (layout == "auto" and (attention == "sdpa" or family not in ("qwen2", "qwen3")))
+        or (attention == "sdpa" and family in ("llama", "mistral", "gpt2"))
         else [pytest.mark.slow],
     )
     for family in ("llama", "qwen2", "qwen3", "mistral", "gpt2", "gemma2")

@@ -53,8 +53,9 @@ def saved_bytes(run):
     return sum(kept.values()), result
 
 
-@pytest.mark.parametrize("layout", (pytest.param("varlen", marks=pytest.mark.slow), "prefix"))
-@pytest.mark.parametrize("reentrant", (False, pytest.param(True, marks=pytest.mark.slow)))
+@pytest.mark.slow
+@pytest.mark.parametrize("layout", ("varlen", "prefix"))
+@pytest.mark.parametrize("reentrant", (False, True))
 def test_checkpointing_saves_the_packed_share(reentrant, layout, monkeypatch):
     """Against the captured checkpointed graph: the same model with layout="padded"."""
     batch = tiny.Batch(*tiny.group_batch((40, 60), 4, 90)[:2])
